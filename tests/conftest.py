@@ -1,0 +1,43 @@
+"""What holds for every test: no trace of the user's own settings, deterministic examples, one torch thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports Prefect or torch: both read these once. Child processes inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(
+    DO_NOT_TRACK="1",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    PREFECT_LOGGING_TO_API_ENABLED="false",
+)
+
+# The examples are the same in every run and on every machine; a slow one is no failure on a shared core.
+settings.register_profile(
+    "default",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+# make test-deep: new examples every time, printed in a form that repeats them.
+settings.register_profile(
+    "deep", settings.get_profile("default"), derandomize=False, max_examples=3000, print_blob=True
+)
+settings.load_profile(os.environ.get("CKPT_TEST_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def isolated_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A catalog, a Prefect home and a data directory of the test's own: never those of the user who runs it."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.delenv("CKPT_DB", raising=False)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    monkeypatch.setenv("PREFECT_HOME", str(home / "prefect"))
+    yield home

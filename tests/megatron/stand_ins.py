@@ -1,0 +1,51 @@
+"""What Megatron-Core imports and a CPU on Python 3.11 lacks. Import this before `megatron`.
+
+Nothing here runs while a checkpoint is loaded: Triton kernels are only *defined* at import, `typing.override` (3.12)
+only marks a method, and what `torch.compile` would compile belongs to layers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import typing
+import warnings
+
+import torch
+
+
+class _Inert:
+    """Stands for any name of Triton; as a decorator it leaves the kernel as it is."""
+
+    def __call__(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+    def __getattr__(self, name: str) -> _Inert:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+def _leave_uncompiled(function: typing.Any = None, **_: typing.Any) -> typing.Any:
+    return function if function is not None else lambda later: later
+
+
+class _InertModule(types.ModuleType):
+    def __getattr__(self, name: str) -> _Inert:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Inert()
+
+
+def install() -> None:
+    """Puts the stand-ins in place of what is absent; whatever is really there stays."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    if importlib.util.find_spec("triton") is None:
+        triton, language = _InertModule("triton"), _InertModule("triton.language")
+        triton.language, triton.__version__ = language, "3.4.0"
+        sys.modules.update({"triton": triton, "triton.language": language})
+        torch.compile = _leave_uncompiled  # its real one would look for Triton's compiler
+    # Each of its modules warns that an accelerated implementation (Transformer Engine, Apex) is absent.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
