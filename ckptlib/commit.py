@@ -1,0 +1,505 @@
+"""The commit protocol of one iteration directory (rules W1 to W7, R1).
+
+Everything here is driven by what is on storage alone, so anybody can finish anybody's save: the coordinator of the
+save, the next attempt, an adopter. The order of writes, each step durable before the next::
+
+    begin.json           exclusive; fixes attempt, ranks and plan
+    data, common.pt      under names that carry the save id
+    rank_<r>.json        one per rank, after its data is durable
+    index, metadata, manifest.json      exclusive; a pure function of the records
+    decision.json        exclusive; THE commit (or abort)
+    checkpoint.json, common.pt, integrity.json, .metadata, metadata.json      exports, rolled forward by anyone
+
+Files that several deciders may write are created exclusively and, when somebody was faster, read back: whoever
+decides uses the bytes that are there, so that one decision always names one manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib import storage as st
+from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
+from ckptlib.formats import torch_dist
+from ckptlib.index import ChunkItem, ItemIndex, ObjectItem, items_from_json
+from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord
+from ckptlib.plan import check_tiling
+
+log = logging.getLogger("ckptlib")
+
+CONTROL = ".ckpt"
+BEGIN, MANIFEST, INDEX, METADATA, COMMON, DECISION = (
+    "begin.json",
+    "manifest.json",
+    "index",
+    "metadata",
+    "common.pt",
+    "decision.json",
+)
+EXPORT_CHECKPOINT, EXPORT_COMMON, EXPORT_INTEGRITY, EXPORT_METADATA, EXPORT_MARKER = (
+    "checkpoint.json",
+    "common.pt",
+    "integrity.json",
+    ".metadata",
+    "metadata.json",
+)
+MARKER_BYTES = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
+"""Exactly what Megatron-Core writes: one line, no newline."""
+
+TOMBSTONES = "tombstones"
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """What storage says of one save. `begin` and `decision` are None when they do not exist (yet), or are damaged."""
+
+    save_id: str
+    begin: Begin | None
+    decision: Decision | None
+    tombstoned: bool = False
+    damage: IntegrityError | None = None
+
+    @property
+    def committed(self) -> bool:
+        """R1 for our own format: a commit decision and no tombstone."""
+        return self.decision is not None and self.decision.outcome == "commit" and not self.tombstoned
+
+    @property
+    def undecided(self) -> bool:
+        """Begun, and nobody has decided."""
+        return self.begin is not None and self.decision is None and not self.tombstoned and self.damage is None
+
+
+class DefectError(StateError):
+    """Raised inside this package when the records of a save contradict each other: decides `abort` (W3)."""
+
+
+def save_dir(path: str, save_id: str) -> str:
+    """``<iteration>/.ckpt/<save_id>``."""
+    return st.join(path, CONTROL, save_id)
+
+
+def record_name(rank: int) -> str:
+    """Name of a rank's record."""
+    return f"rank_{rank}.json"
+
+
+def root_of(path: str) -> str:
+    """The root directory that an iteration directory would belong to."""
+    above = st.parent(path)
+    return st.parent(above) if st.basename(above) == "non_persistent" else above
+
+
+# --- reading the state of saves ---------------------------------------------------------------------------------------
+
+
+def list_saves(storage: st.Storage, path: str) -> list[SaveState]:
+    """Every save that left a trace in an iteration directory, oldest first."""
+    names = [entry.name for entry in storage.list(st.join(path, CONTROL)) if entry.is_dir and entry.name != TOMBSTONES]
+    if not names:
+        return []
+    buried = _tombstones(storage, path)
+    return [read_save(storage, path, name, tombstoned=name in buried) for name in sorted(names)]
+
+
+def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool | None = None) -> SaveState:
+    """The state of one save; damaged records are reported in it, not raised."""
+    if tombstoned is None:
+        tombstoned = save_id in _tombstones(storage, path)
+    begin, decision, damage = None, None, None
+    try:
+        where = st.join(save_dir(path, save_id), BEGIN)
+        begin_bytes = _get(storage, where)
+        begin = None if begin_bytes is None else Begin.decode(begin_bytes, storage.url(where))
+        decision = read_decision(storage, path, save_id)
+    except IntegrityError as error:
+        damage = error
+    return SaveState(save_id, begin, decision, tombstoned, damage)
+
+
+def read_decision(storage: st.Storage, path: str, save_id: str) -> Decision | None:
+    """The decision of a save, or None.
+
+    Raises:
+        RecordError: it is damaged, or speaks of another save.
+    """
+    where = st.join(save_dir(path, save_id), DECISION)
+    data = _get(storage, where)
+    if data is None:
+        return None
+    decision = Decision.decode(data, storage.url(where))
+    if decision.save_id != save_id:
+        raise RecordError(f"{storage.url(where)}: decides save {decision.save_id}, found in the directory of {save_id}")
+    return decision
+
+
+def current_save(storage: st.Storage, path: str) -> SaveState | None:
+    """The newest committed save of an iteration directory: what a reader of it gets.
+
+    Raises:
+        IntegrityError: the records of a save that may be the newest are damaged, so nobody can tell.
+    """
+    for save in reversed(list_saves(storage, path)):
+        if save.damage is not None and not save.tombstoned:
+            raise save.damage
+        if save.committed:
+            return save
+    return None
+
+
+def is_committed(storage: st.Storage, path: str) -> bool:
+    """R1, the one predicate shared by load, resume, retention and verify: also true for complete foreign ones."""
+    if current_save(storage, path) is not None:
+        return True
+    from ckptlib import formats
+
+    found = formats.sniff(storage, path)
+    return found is not None and formats.is_foreign_complete(storage, path, found)[0]
+
+
+def read_manifest(storage: st.Storage, path: str, save: SaveState) -> Manifest:
+    """The manifest of a committed save, checked against the digest in its decision.
+
+    Raises:
+        UncommittedError: there is no commit decision.
+        IntegrityError: the manifest is missing, or other bytes than were committed.
+    """
+    return Manifest.decode(read_manifest_bytes(storage, path, save), _manifest_url(storage, path, save.save_id))
+
+
+def read_manifest_bytes(storage: st.Storage, path: str, save: SaveState) -> bytes:
+    """The bytes of `read_manifest`."""
+    where = _manifest_url(storage, path, save.save_id)
+    if not save.committed or save.decision is None:
+        raise UncommittedError(f"{storage.url(path)}: save {save.save_id} was never committed")
+    data = _get(storage, st.join(save_dir(path, save.save_id), MANIFEST))
+    if data is None:
+        raise IntegrityError(f"{where}: missing, although the save was committed")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != save.decision.manifest_sha256:
+        raise IntegrityError(f"{where}: SHA-256 {digest}, the commit decision says {save.decision.manifest_sha256}")
+    return data
+
+
+def read_index(storage: st.Storage, path: str, manifest: Manifest) -> ItemIndex:
+    """The item index of a committed save, checked against its manifest.
+
+    Raises:
+        IntegrityError: the index is missing, or other bytes than were committed.
+    """
+    (entry,) = manifest.files_of("index")
+    where = storage.url(st.join(path, entry.path))
+    data = _get(storage, st.join(path, entry.path))
+    if data is None:
+        raise IntegrityError(f"{where}: missing, although the save was committed")
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise IntegrityError(f"{where}: damaged: its SHA-256 is not the manifest's {entry.sha256}")
+    return ItemIndex.decode(data, where)
+
+
+# --- writing: begin, records ------------------------------------------------------------------------------------------
+
+
+def new_save_id(attempt: int, *, after: Sequence[str] = (), now: float | None = None) -> str:
+    """A save id that sorts by (attempt, time) and after all of `after` that belong to the same or an older attempt.
+
+    The clock only breaks ties inside an attempt; a clock that jumps back is pushed past what is there.
+    """
+    milliseconds = int((time.time() if now is None else now) * 1000)
+    for other in after:
+        number, clock, _ = other.split("-")
+        if int(number) == attempt:
+            milliseconds = max(milliseconds, int(clock, 16) + 1)
+    return f"{attempt:06d}-{milliseconds:012x}-{uuid.uuid4().hex[:8]}"
+
+
+def begin_save(storage: st.Storage, path: str, begin: Begin) -> None:
+    """Fixes the save (W2). Nothing of it exists before this."""
+    storage.create(st.join(save_dir(path, begin.save_id), BEGIN), begin.encode())
+
+
+def write_common(storage: st.Storage, path: str, save_id: str, data: bytes) -> FileEntry:
+    """Writes the common state under the save's own name."""
+    name = f"{CONTROL}/{save_id}/{COMMON}"
+    storage.create(st.join(path, name), data)
+    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest(), "common")
+
+
+def publish_record(storage: st.Storage, path: str, record: RankRecord) -> None:
+    """Says that this rank's data is durable (W2)."""
+    storage.create(st.join(save_dir(path, record.save_id), record_name(record.rank)), record.encode())
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Records:
+    """The rank records of a save that count: right save, world and plan."""
+
+    by_rank: Mapping[int, RankRecord]
+    missing: tuple[int, ...]
+
+
+def read_records(storage: st.Storage, path: str, begin: Begin) -> Records:
+    """Reads the records that exist; foreign, stale and damaged ones do not count (W2)."""
+    directory = save_dir(path, begin.save_id)
+    present = {entry.name for entry in storage.list(directory)}
+    by_rank: dict[int, RankRecord] = {}
+    for rank in range(begin.world_size):
+        name = record_name(rank)
+        data = _get(storage, st.join(directory, name)) if name in present else None
+        if data is None:
+            continue
+        try:
+            record = RankRecord.decode(data, storage.url(st.join(directory, name)))
+        except RecordError as error:
+            log.warning("record does not count: %s", error)
+            continue
+        expected = (begin.save_id, rank, begin.world_size, begin.plan_digest)
+        if (record.save_id, record.rank, record.world_size, record.plan_digest) == expected:
+            by_rank[rank] = record
+    return Records(by_rank, tuple(rank for rank in range(begin.world_size) if rank not in by_rank))
+
+
+def try_commit(
+    storage: st.Storage, path: str, begin: Begin, *, decided_by: str, now: float | None = None
+) -> Decision | None:
+    """Commits if every record is there; None when one is missing. Decides `abort` on a defect (W3).
+
+    Returns:
+        The decision that stands, whoever made it.
+    """
+    decision = read_decision(storage, path, begin.save_id)
+    if decision is not None:
+        return decision
+    found = read_records(storage, path, begin)
+    if found.missing:
+        return read_decision(storage, path, begin.save_id)  # a decision removes records: look again
+    try:
+        index = check_records(storage, path, begin, found.by_rank)
+    except (DefectError, StateError) as error:
+        return decide_abort(storage, path, begin.save_id, reason=str(error), decided_by=decided_by, now=now)
+    manifest = _write_manifest(storage, path, begin, found.by_rank, index)
+    return _decide(
+        storage,
+        path,
+        Decision(
+            save_id=begin.save_id,
+            outcome="commit",
+            decider=uuid.uuid4().hex,
+            decided_by=decided_by,
+            decided_at=time.time() if now is None else now,
+            manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+        ),
+    )
+
+
+def decide_abort(
+    storage: st.Storage, path: str, save_id: str, *, reason: str, decided_by: str, now: float | None = None
+) -> Decision:
+    """Decides `abort`, unless somebody decided already. Returns the decision that stands."""
+    return _decide(
+        storage,
+        path,
+        Decision(
+            save_id=save_id,
+            outcome="abort",
+            decider=uuid.uuid4().hex,
+            decided_by=decided_by,
+            decided_at=time.time() if now is None else now,
+            reason=reason,
+        ),
+    )
+
+
+def check_records(
+    storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord]
+) -> ItemIndex:
+    """W3: files present with their sizes, every tensor tiled exactly once, values agree.
+
+    Returns:
+        The index of all items.
+
+    Raises:
+        StateError: the first defect, with the name of the file, tensor or rank.
+    """
+    chunks: list[ChunkItem] = []
+    objects: list[ObjectItem] = []
+    first = records[min(records)]
+    for rank, record in sorted(records.items()):
+        for entry in record.files:
+            size = storage.stat(st.join(path, entry.path))
+            if size != entry.size:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise DefectError(f"rank {rank}: {entry.path} {found}, its record says {entry.size} bytes")
+        if record.values_digest != first.values_digest:
+            raise DefectError(f"unsharded values of rank {rank} differ from those of rank {first.rank}")
+        own_chunks, own_objects = items_from_json(record.items, record_name(rank))
+        chunks += own_chunks
+        objects += own_objects
+    index = ItemIndex.build(chunks, objects)
+    for info in index.tensors():
+        stored = index.chunks(info.key)
+        check_tiling(info.key, info.shape, [stored.box(i) for i in range(len(stored))])
+    return index
+
+
+def _write_manifest(
+    storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord], index: ItemIndex
+) -> bytes:
+    directory = f"{CONTROL}/{begin.save_id}"
+    index_bytes = _create_or_read(storage, st.join(path, directory, INDEX), index.encode())
+    metadata = _create_or_read(storage, st.join(path, directory, METADATA), torch_dist.encode_metadata(index))
+    begin_bytes = begin.encode()
+    files = [entry for _, record in sorted(records.items()) for entry in record.files]
+    for name, data, role in (
+        (BEGIN, begin_bytes, "begin"),
+        (INDEX, index_bytes, "index"),
+        (METADATA, metadata, "metadata"),
+    ):
+        files.append(FileEntry(f"{directory}/{name}", len(data), hashlib.sha256(data).hexdigest(), role))  # type: ignore[arg-type]
+    exports = {
+        EXPORT_METADATA: (len(metadata), hashlib.sha256(metadata).hexdigest()),
+        EXPORT_MARKER: (len(MARKER_BYTES), hashlib.sha256(MARKER_BYTES).hexdigest()),
+    }
+    for entry in files:
+        if entry.role == "common":
+            exports[EXPORT_COMMON] = (entry.size, entry.sha256)
+    manifest = Manifest(begin, tuple(files), exports, len(index.keys), len(index.object_keys))
+    return _create_or_read(storage, st.join(path, directory, MANIFEST), manifest.encode())
+
+
+def _decide(storage: st.Storage, path: str, decision: Decision) -> Decision:
+    """Creates the decision; after any failure the one that stands is read back (W4)."""
+    where = st.join(save_dir(path, decision.save_id), DECISION)
+    try:
+        storage.create(where, decision.encode())
+    except OSError as error:
+        # Exists already, or the answer was lost on the way: what is there counts. Ours is told by its decider id.
+        standing = read_decision(storage, path, decision.save_id)
+        if standing is None:
+            raise error
+        return standing
+    return decision
+
+
+# --- exports ----------------------------------------------------------------------------------------------------------
+
+
+def integrity_bytes(manifest: Manifest) -> bytes:
+    """``integrity.json`` as Megatron-Core writes it: SHA-256 of the files directly in the iteration directory.
+
+    It already names ``.metadata`` and ``metadata.json``, which are written after it.
+    """
+    digests = {entry.path: entry.sha256 for entry in manifest.files if "/" not in entry.path}
+    digests |= {name: sha256 for name, (_, sha256) in manifest.exports.items()}
+    digests[EXPORT_CHECKPOINT] = hashlib.sha256(manifest.encode()).hexdigest()
+    return json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
+
+
+def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[str, bytes]]:
+    """Name and bytes of every export of a committed save, in the order of W5."""
+    manifest_bytes = read_manifest_bytes(storage, path, save)
+    manifest = Manifest.decode(manifest_bytes, _manifest_url(storage, path, save.save_id))
+    exports = [(EXPORT_CHECKPOINT, manifest_bytes)]
+    sources = {entry.role: entry for entry in manifest.files if entry.role in ("common", "metadata")}
+    if "common" in sources:
+        exports.append((EXPORT_COMMON, storage.get(st.join(path, sources["common"].path))))
+    exports.append((EXPORT_INTEGRITY, integrity_bytes(manifest)))
+    exports.append((EXPORT_METADATA, storage.get(st.join(path, sources["metadata"].path))))
+    exports.append((EXPORT_MARKER, MARKER_BYTES))
+    return exports
+
+
+def roll_forward(
+    storage: st.Storage, path: str, *, may_write: Callable[[], bool] = lambda: True
+) -> SaveState | None:
+    """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
+
+    ``metadata.json`` goes first and comes back last, so a foreign reader sees a whole checkpoint or none.
+
+    Args:
+        may_write: asked before each change; false stops (this process has been fenced: the newer attempt does it).
+
+    Returns:
+        The current save, or None.
+    """
+    while True:
+        save = current_save(storage, path)
+        if save is None or not may_write():
+            return save
+        exports = export_plan(storage, path, save)
+        stale = [name for name, data in exports if _get(storage, st.join(path, name)) != data]
+        if stale and EXPORT_MARKER not in stale and may_write():
+            storage.remove([st.join(path, EXPORT_MARKER)])
+            stale.append(EXPORT_MARKER)
+        for name, data in exports:
+            if name in stale:
+                if not may_write():
+                    return save
+                storage.put(st.join(path, name), data)
+        _remove_records(storage, path, save)
+        newest = current_save(storage, path)
+        if newest is None or newest.save_id == save.save_id:
+            return save
+
+
+def bury(storage: st.Storage, path: str, save_id: str) -> None:
+    """Removes a superseded save: tombstone first, then the files its manifest names, then its records (D2 order)."""
+    save = read_save(storage, path, save_id)
+    tombstone = st.join(path, CONTROL, TOMBSTONES, save_id)
+    if storage.stat(tombstone) is None:
+        storage.put(tombstone, b"")
+    directory = save_dir(path, save_id)
+    if save.decision is not None and save.decision.outcome == "commit":
+        data = _get(storage, st.join(directory, MANIFEST))
+        if data is not None:
+            manifest = Manifest.decode(data, _manifest_url(storage, path, save_id))
+            storage.remove([st.join(path, entry.path) for entry in manifest.files if "/" not in entry.path])
+    rest = [entry.name for entry in storage.list(directory)]
+    storage.remove([st.join(directory, name) for name in sorted(rest, key=lambda name: name == DECISION)])
+    storage.remove([directory])
+
+
+def _remove_records(storage: st.Storage, path: str, save: SaveState) -> None:
+    if save.begin is None:
+        return
+    directory = save_dir(path, save.save_id)
+    present = {entry.name for entry in storage.list(directory)}
+    names = [record_name(rank) for rank in range(save.begin.world_size) if record_name(rank) in present]
+    storage.remove([st.join(directory, name) for name in names])
+
+
+def _tombstones(storage: st.Storage, path: str) -> set[str]:
+    inside = storage.list(st.join(path, CONTROL, TOMBSTONES))
+    at_root = storage.list(st.join(root_of(path), CONTROL, TOMBSTONES))
+    return {entry.name for entry in [*inside, *at_root]}
+
+
+def _create_or_read(storage: st.Storage, where: str, data: bytes) -> bytes:
+    """Creates a file; when somebody was faster, theirs counts."""
+    try:
+        storage.create(where, data)
+    except FileExistsError:
+        return storage.get(where)
+    return data
+
+
+def _get(storage: st.Storage, where: str) -> bytes | None:
+    try:
+        return storage.get(where)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _manifest_url(storage: st.Storage, path: str, save_id: str) -> str:
+    return storage.url(st.join(save_dir(path, save_id), MANIFEST))
+
+

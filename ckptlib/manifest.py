@@ -1,0 +1,336 @@
+"""The records of one save: begin, what each rank wrote, the manifest, the decision. Pure.
+
+Order of writing (DESIGN W2 to W4): `Begin`, then data, then one `RankRecord` per rank, then the item index and the
+`Manifest`, then the `Decision`. A manifest is a function of the begin and rank records alone, so everybody who
+decides the same save writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ckptlib import records
+from ckptlib.errors import RecordError, StateError
+from ckptlib.topology import Topology
+
+Kind = Literal["persistent", "non_persistent_global", "non_persistent_local", "release"]
+SemanticType = Literal["LEGACY", "LOCAL", "GLOBAL", "TORCH_DCP"]
+Format = Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "safetensors"]
+IoMode = Literal["sync", "async"]
+Outcome = Literal["commit", "abort"]
+Role = Literal["data", "common", "index", "metadata", "begin"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a save.
+
+    Attributes:
+        path: relative to the iteration directory.
+        size: bytes.
+        sha256: 64 lower-case hex digits, computed from memory while writing.
+        role: what it is for.
+        part_size: bytes per part digest; None when the file has no part digests.
+        part_sha256: one digest per part.
+    """
+
+    path: str
+    size: int
+    sha256: str
+    role: Role = "data"
+    part_size: int | None = None
+    part_sha256: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a record member; parts only where there are any."""
+        value: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256, "role": self.role}
+        if self.part_size is not None:
+            value |= {"part_size": self.part_size, "part_sha256": list(self.part_sha256)}
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
+        """Reads `to_json`."""
+        return cls(
+            path=value["path"],
+            size=value["size"],
+            sha256=value["sha256"],
+            role=value["role"],
+            part_size=value.get("part_size"),
+            part_sha256=tuple(value.get("part_sha256", ())),
+        )
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What is fixed before any data is written (W2).
+
+    Attributes:
+        save_id: unique and sortable: (attempt, time) order.
+        attempt: the run's attempt that saves; 0 for a bare save.
+        attempt_id: unique id of that process lifetime.
+        world_size: every rank in [0, world_size) must record.
+        plan_digest: SHA-256 of the write plan; records of another plan never count.
+        contents: names of the parts that are saved, sorted: model, optimizer, scheduler, rng, ...
+        progress: consumed samples, lr, scheduler step, FLOPs: numbers a resume needs.
+        metrics: user metrics; may hold non-finite values.
+        parent: save id that this attempt resumed from.
+        replaces: save ids in the same directory that this one supersedes when it commits.
+        created_at: seconds since the epoch, UTC, by the writer's clock: shown, never decided on.
+    """
+
+    save_id: str
+    run: str | None
+    attempt: int
+    attempt_id: str
+    iteration: int
+    world_size: int
+    plan_digest: str
+    kind: Kind = "persistent"
+    semantic_type: SemanticType = "GLOBAL"
+    format: Format = "torch_dist"
+    io_mode: IoMode = "sync"
+    topology: Topology | None = None
+    contents: tuple[str, ...] = ()
+    progress: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    parent: str | None = None
+    replaces: tuple[str, ...] = ()
+    created_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.iteration < 0:
+            raise StateError(f"iteration {self.iteration}: expected 0 or more")
+        if self.kind not in KINDS:
+            raise StateError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As a record body."""
+        return {
+            "save_id": self.save_id,
+            "run": self.run,
+            "attempt": self.attempt,
+            "attempt_id": self.attempt_id,
+            "iteration": self.iteration,
+            "world_size": self.world_size,
+            "plan_digest": self.plan_digest,
+            "kind": self.kind,
+            "semantic_type": self.semantic_type,
+            "format": self.format,
+            "io_mode": self.io_mode,
+            "topology": None if self.topology is None else self.topology.to_json(),
+            "contents": list(self.contents),
+            "progress": {name: records.number_to_json(x) for name, x in self.progress.items()},
+            "metrics": {name: records.number_to_json(x) for name, x in self.metrics.items()},
+            "parent": self.parent,
+            "replaces": list(self.replaces),
+            "created_at": self.created_at,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str) -> Begin:
+        """Reads `to_json`; `where` names the record in errors."""
+        try:
+            topology = value["topology"]
+            return cls(
+                save_id=value["save_id"],
+                run=value["run"],
+                attempt=value["attempt"],
+                attempt_id=value["attempt_id"],
+                iteration=value["iteration"],
+                world_size=value["world_size"],
+                plan_digest=value["plan_digest"],
+                kind=value["kind"],
+                semantic_type=value["semantic_type"],
+                format=value["format"],
+                io_mode=value["io_mode"],
+                topology=None if topology is None else Topology.from_json(topology),
+                contents=tuple(value["contents"]),
+                progress={name: records.number_from_json(x) for name, x in value["progress"].items()},
+                metrics={name: records.number_from_json(x) for name, x in value["metrics"].items()},
+                parent=value["parent"],
+                replaces=tuple(value["replaces"]),
+                created_at=value["created_at"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
+
+    def encode(self) -> bytes:
+        """Bytes of ``begin.json``."""
+        return records.encode("begin", self.to_json())
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Begin:
+        """Reads ``begin.json``."""
+        return cls.from_json(records.decode("begin", data, where), where)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank wrote, published after its data is durable (W2).
+
+    Attributes:
+        items: columns of the items in its files, as `ckptlib.index.items_to_json` gives them.
+        values_digest: SHA-256 of the rank's unsharded values, which must be equal on all ranks (W3).
+    """
+
+    save_id: str
+    rank: int
+    world_size: int
+    plan_digest: str
+    files: tuple[FileEntry, ...]
+    items: Mapping[str, Any]
+    values_digest: str
+    seconds: float = 0.0
+
+    def encode(self) -> bytes:
+        """Bytes of ``rank_<r>.json``."""
+        return records.encode(
+            "rank",
+            {
+                "save_id": self.save_id,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "plan_digest": self.plan_digest,
+                "files": [entry.to_json() for entry in self.files],
+                "items": dict(self.items),
+                "values_digest": self.values_digest,
+                "seconds": self.seconds,
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> RankRecord:
+        """Reads ``rank_<r>.json``."""
+        value = records.decode("rank", data, where)
+        try:
+            return cls(
+                save_id=value["save_id"],
+                rank=value["rank"],
+                world_size=value["world_size"],
+                plan_digest=value["plan_digest"],
+                files=tuple(FileEntry.from_json(entry) for entry in value["files"]),
+                items=value["items"],
+                values_digest=value["values_digest"],
+                seconds=value["seconds"],
+            )
+        except (KeyError, TypeError) as error:
+            raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a save is: the begin record, its files, and the exports that are derived from them (W5).
+
+    Attributes:
+        begin: everything fixed before writing.
+        files: every file of the save under its own (save-id) name.
+        exports: ``name -> (size, sha256)`` of the files foreign readers see, except ``checkpoint.json`` (this
+            manifest's own bytes) and ``integrity.json`` (derived from both lists).
+        keys: number of tensors and objects, for people.
+    """
+
+    begin: Begin
+    files: tuple[FileEntry, ...]
+    exports: Mapping[str, tuple[int, str]]
+    tensors: int = 0
+    objects: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files of the save (exports not counted)."""
+        return sum(entry.size for entry in self.files)
+
+    def files_of(self, role: Role) -> tuple[FileEntry, ...]:
+        """The files with this role."""
+        return tuple(entry for entry in self.files if entry.role == role)
+
+    def encode(self) -> bytes:
+        """Bytes of ``manifest.json`` and, the same, of ``checkpoint.json``."""
+        return records.encode(
+            "manifest",
+            {
+                **self.begin.to_json(),
+                "files": [entry.to_json() for entry in self.files],
+                "exports": {name: list(entry) for name, entry in self.exports.items()},
+                "tensors": self.tensors,
+                "objects": self.objects,
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Reads ``manifest.json`` or ``checkpoint.json``."""
+        value = records.decode("manifest", data, where)
+        begin = Begin.from_json(value, where)
+        try:
+            return cls(
+                begin=begin,
+                files=tuple(FileEntry.from_json(entry) for entry in value["files"]),
+                exports={name: (entry[0], entry[1]) for name, entry in value["exports"].items()},
+                tensors=value["tensors"],
+                objects=value["objects"],
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The one decision of a save, created exclusively (W4). A `commit` of it is what makes a checkpoint.
+
+    Attributes:
+        manifest_sha256: digest of the manifest's bytes; None for an abort.
+        reason: why, for an abort.
+        decider: unique id of who decided: compared after a lost response.
+        decided_by: who that is, for people: ``coordinator``, ``settle``, ``adopt``, ``drain``, ``expire``.
+    """
+
+    save_id: str
+    outcome: Outcome
+    decider: str
+    decided_by: str
+    decided_at: float
+    manifest_sha256: str | None = None
+    reason: str | None = None
+
+    def encode(self) -> bytes:
+        """Bytes of ``decision.json``."""
+        return records.encode(
+            "decision",
+            {
+                "save_id": self.save_id,
+                "outcome": self.outcome,
+                "decider": self.decider,
+                "decided_by": self.decided_by,
+                "decided_at": self.decided_at,
+                "manifest_sha256": self.manifest_sha256,
+                "reason": self.reason,
+            },
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Decision:
+        """Reads ``decision.json``."""
+        value = records.decode("decision", data, where)
+        try:
+            return cls(
+                save_id=value["save_id"],
+                outcome=value["outcome"],
+                decider=value["decider"],
+                decided_by=value["decided_by"],
+                decided_at=value["decided_at"],
+                manifest_sha256=value["manifest_sha256"],
+                reason=value["reason"],
+            )
+        except KeyError as error:
+            raise RecordError(f"{where}: member {error} is missing") from error
+
+
+def paths_of(files: Sequence[FileEntry]) -> tuple[str, ...]:
+    """The paths of these files, in order."""
+    return tuple(entry.path for entry in files)

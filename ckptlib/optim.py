@@ -1,0 +1,133 @@
+"""Torch optimizers by parameter name.
+
+``Optimizer.state_dict`` numbers parameters by their order in the process, which says nothing on another topology.
+Here the state of a parameter stands under the parameter's name, in the layout of
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
+``{"state": {name: {"exp_avg": …}}, "param_groups": [{…, "params": [name, …]}]}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptlib.errors import StateError
+
+
+Names = Mapping[int, tuple[str, str]]
+"""id(parameter) -> its name inside its module, and the same with the module's place in the state before it."""
+
+
+class StoredTensors(Protocol):
+    """What a checkpoint holds: the optimizer state to prepare for (see `skeleton`)."""
+
+    def below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Tensors whose key starts with ``prefix + "."``: rest of the key -> dtype, global shape."""
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> dict[str, Any]:
+    """The optimizer's state by parameter name. Tensors are the optimizer's own, not copies.
+
+    Raises:
+        StateError: a parameter has no name (its module is not part of the state) while others have one.
+    """
+    name_of = _namer(optimizer, names, prefix)
+    return {
+        "state": {
+            name_of(parameter): dict(optimizer.state[parameter])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if optimizer.state.get(parameter)
+        },
+        "param_groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [name_of(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def skeleton(
+    optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredTensors
+) -> dict[str, Any]:
+    """A state to load into: what the optimizer has, and for parameters without state, tensors as the checkpoint has.
+
+    A moment whose global shape is the parameter's is laid out like the parameter (a DTensor when that is one);
+    anything else (``step``) is a whole tensor.
+    """
+    state = named_state(optimizer, names, prefix)
+    name_of = _namer(optimizer, names, prefix)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = name_of(parameter)
+            if name in state["state"]:
+                continue
+            made = {
+                slot: _like(parameter, dtype, shape)
+                for slot, (dtype, shape) in stored.below(f"{prefix}.state.{name}").items()
+                if "." not in slot
+            }
+            if made:
+                state["state"][name] = made
+    return state
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str
+) -> None:
+    """Gives a filled `skeleton` to the optimizer.
+
+    Groups are matched by position: the options come from the checkpoint, the members stay the optimizer's.
+
+    Raises:
+        StateError: the checkpoint has another number of parameter groups.
+    """
+    name_of = _namer(optimizer, names, prefix)
+    groups = state["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise StateError(
+            f"{prefix}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {name_of(parameter): i for i, parameter in enumerate(parameters)}
+    numbered_groups = [
+        {
+            **{option: value for option, value in group.items() if option != "params"},
+            "params": [numbers[name_of(parameter)] for parameter in own["params"]],
+        }
+        for own, group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    slots = {numbers[name]: dict(slots) for name, slots in state["state"].items() if name in numbers}
+    optimizer.load_state_dict({"state": slots, "param_groups": numbered_groups})
+    # torch casts moments to the parameter's dtype on load; a state that was kept in another precision stays exact.
+    for number, stored in slots.items():
+        for slot, value in stored.items():
+            if isinstance(value, torch.Tensor) and optimizer.state[parameters[number]][slot].dtype != value.dtype:
+                optimizer.state[parameters[number]][slot] = value
+
+
+def _like(parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(parameter.shape) == shape and shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+
+
+def _namer(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> Callable[[torch.Tensor], str]:
+    """Names parameters: by their module's names, or by number when the state holds no module for any of them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [i for i, p in enumerate(parameters) if id(p) not in names]
+    if unknown and len(unknown) < len(parameters):
+        raise StateError(
+            f"{prefix}: parameter {unknown[0]} of the optimizer belongs to no module in this state, others do. "
+            "Put every module whose parameters it trains into the state."
+        )
+    if unknown:
+        numbers = {id(p): str(i) for i, p in enumerate(parameters)}
+        return lambda parameter: numbers[id(parameter)]
+    short = {names[id(p)][0] for p in parameters}
+    which = 0 if len(short) == len(parameters) else 1  # several modules that use the same names inside
+    return lambda parameter: names[id(parameter)][which]

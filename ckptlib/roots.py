@@ -1,0 +1,375 @@
+"""A run's root directory: its identity, its attempts, and what checkpoints it holds (W6, W8, R2).
+
+Discovery looks one level deep, by name and by record, never by modification time: ``iter_<n>`` and ``release`` in the
+root, the same in ``non_persistent/``. Anything else is reported as unmanaged and left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptlib import commit, formats, records
+from ckptlib import storage as st
+from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
+from ckptlib.manifest import Kind
+from ckptlib.topology import Topology
+
+log = logging.getLogger("ckptlib")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+NON_PERSISTENT = "non_persistent"
+RELEASE = "release"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
+
+FoundState = Literal["committed", "undecided", "aborted", "deleted", "damaged", "foreign", "foreign-incomplete"]
+
+
+@dataclass(frozen=True)
+class RootIdentity:
+    """``.ckpt/root.json``: proves that the storage is mounted and whose it is."""
+
+    root_id: str
+    run: str
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """``.ckpt/attempts/<n>.json``: one process lifetime of a run. Created exclusively; `number` orders attempts."""
+
+    number: int
+    attempt_id: str
+    run: str
+    started_at: float
+    host: str
+    pid: int
+    topology: Topology | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a record body."""
+        return {
+            "number": self.number,
+            "attempt_id": self.attempt_id,
+            "run": self.run,
+            "started_at": self.started_at,
+            "host": self.host,
+            "pid": self.pid,
+            "topology": None if self.topology is None else self.topology.to_json(),
+        }
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> AttemptRecord:
+        """Reads an attempt record."""
+        value = records.decode("attempt", data, where)
+        try:
+            topology = value["topology"]
+            return cls(
+                number=value["number"],
+                attempt_id=value["attempt_id"],
+                run=value["run"],
+                started_at=value["started_at"],
+                host=value["host"],
+                pid=value["pid"],
+                topology=None if topology is None else Topology.from_json(topology),
+            )
+        except (KeyError, TypeError) as error:
+            raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """One save in an iteration directory, or a foreign checkpoint.
+
+    Attributes:
+        name: relative to the root: ``iter_0000100``, ``non_persistent/iter_0000100``.
+        state: see `FoundState`.
+        save: None for foreign ones.
+        format: ``torch_dist`` etc.
+        reason: why it is not usable, for people.
+    """
+
+    name: str
+    path: str
+    url: str
+    iteration: int
+    kind: Kind
+    state: FoundState
+    save: commit.SaveState | None
+    format: str | None
+    reason: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """(attempt, iteration, save id): the order of checkpoints. Foreign ones come before all attempts."""
+        begin = None if self.save is None else self.save.begin
+        if begin is None:
+            return (-1, self.iteration, "")
+        return (begin.attempt, self.iteration, begin.save_id)
+
+
+@dataclass(frozen=True)
+class RootScan:
+    """Everything below a root, at one time."""
+
+    identity: RootIdentity | None
+    attempts: tuple[AttemptRecord, ...]
+    found: tuple[Found, ...]
+    unmanaged: tuple[str, ...]
+
+
+def iteration_name(iteration: int) -> str:
+    """``iter_0000100``; grows past seven digits."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_path(root: str, iteration: int, kind: Kind = "persistent") -> str:
+    """Directory of a checkpoint of this kind."""
+    if kind == "release":
+        return st.join(root, RELEASE)
+    if kind == "persistent":
+        return st.join(root, iteration_name(iteration))
+    return st.join(root, NON_PERSISTENT, iteration_name(iteration))
+
+
+# --- identity and attempts --------------------------------------------------------------------------------------------
+
+
+def open_root(storage: st.Storage, root: str, run: str) -> RootIdentity:
+    """The identity of a root; makes it when the root is new.
+
+    Raises:
+        StorageUnavailableError: the root belongs to another run.
+    """
+    where = st.join(root, commit.CONTROL, "root.json")
+    identity = read_identity(storage, root)
+    if identity is None:
+        try:
+            storage.create(where, records.encode("root", {"root_id": str(uuid.uuid4()), "run": run}))
+        except FileExistsError:
+            log.debug("%s: another process made the root at the same time", storage.url(root))
+        identity = read_identity(storage, root)
+    if identity is None or identity.run != run:
+        owner = "nobody" if identity is None else repr(identity.run)
+        raise StorageUnavailableError(
+            f"{storage.url(root)}: this root belongs to run {owner}, not to {run!r}. Give each run a root of its own."
+        )
+    return identity
+
+
+def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
+    """The identity of a root, or None when it has none."""
+    where = st.join(root, commit.CONTROL, "root.json")
+    try:
+        value = records.decode("root", storage.get(where), storage.url(where))
+    except FileNotFoundError:
+        return None
+    return RootIdentity(root_id=value["root_id"], run=value["run"])
+
+
+def start_attempt(storage: st.Storage, root: str, run: str, topology: Topology | None) -> AttemptRecord:
+    """Creates the next attempt file, exclusively (W8). Attempts count from 1."""
+    while True:
+        number = newest_attempt(storage, root) + 1
+        attempt = AttemptRecord(
+            number=number,
+            attempt_id=uuid.uuid4().hex,
+            run=run,
+            started_at=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            topology=topology,
+        )
+        try:
+            storage.create(_attempt_path(root, number), records.encode("attempt", attempt.to_json()))
+        except FileExistsError:
+            continue  # another process started at the same time: the next number is ours
+        return attempt
+
+
+def newest_attempt(storage: st.Storage, root: str) -> int:
+    """Number of the newest attempt; 0 when there is none."""
+    return max(_attempt_numbers(storage, root), default=0)
+
+
+def _attempt_numbers(storage: st.Storage, root: str) -> list[int]:
+    names = (entry.name for entry in storage.list(st.join(root, commit.CONTROL, "attempts")))
+    return [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
+
+
+def _attempt_path(root: str, number: int) -> str:
+    return st.join(root, commit.CONTROL, "attempts", f"{number}.json")
+
+
+# --- discovery --------------------------------------------------------------------------------------------------------
+
+
+def scan(storage: st.Storage, root: str) -> RootScan:
+    """What is below a root. Reads records only, no data. Damaged records are reported, not raised."""
+    found: list[Found] = []
+    unmanaged: list[str] = []
+    for entry in storage.list(root):
+        if entry.name in (commit.CONTROL, TRACKER):
+            continue
+        if entry.is_dir and entry.name == NON_PERSISTENT:
+            for inner in storage.list(st.join(root, NON_PERSISTENT)):
+                if inner.name != TRACKER:
+                    _scan_entry(storage, root, f"{NON_PERSISTENT}/{inner.name}", inner.is_dir, found, unmanaged)
+            continue
+        _scan_entry(storage, root, entry.name, entry.is_dir, found, unmanaged)
+    attempts: list[AttemptRecord] = []
+    for number in sorted(_attempt_numbers(storage, root)):
+        where = _attempt_path(root, number)
+        try:
+            attempts.append(AttemptRecord.decode(storage.get(where), storage.url(where)))
+        except IntegrityError as error:
+            log.warning("attempt %d: %s", number, error)
+    return RootScan(read_identity(storage, root), tuple(attempts), tuple(found), tuple(unmanaged))
+
+
+def _scan_entry(
+    storage: st.Storage, root: str, name: str, is_dir: bool, found: list[Found], unmanaged: list[str]
+) -> None:
+    last = st.basename(name)
+    match = _ITERATION.fullmatch(last)
+    if not is_dir or not (match or last == RELEASE):
+        unmanaged.append(name)
+        return
+    iteration = int(match.group(1)) if match else 0
+    inside = name.startswith(f"{NON_PERSISTENT}/")
+    kind: Kind = "non_persistent_global" if inside else "persistent" if match else "release"
+    here = scan_directory(storage, st.join(root, name), name, iteration, kind)
+    if here:
+        found.extend(here)
+    else:
+        unmanaged.append(name)
+
+
+def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, kind: Kind) -> list[Found]:
+    """The saves in one iteration directory, oldest first; or the foreign checkpoint that it is."""
+    url = storage.url(path)
+    result = []
+    for save in commit.list_saves(storage, path):
+        if not _SAVE_ID.fullmatch(save.save_id):
+            continue
+        state, reason = _state_of(save)
+        format_ = save.begin.format if save.begin is not None else None
+        result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))
+    if not result:
+        format_ = formats.sniff(storage, path)
+        if format_ is not None:
+            complete, reason = formats.is_foreign_complete(storage, path, format_)
+            state = "foreign" if complete else "foreign-incomplete"
+            result.append(Found(name, path, url, iteration, kind, state, None, format_, reason))
+    return result
+
+
+def _state_of(save: commit.SaveState) -> tuple[FoundState, str]:
+    if save.tombstoned:
+        return "deleted", "a tombstone says it was deleted or replaced"
+    if save.damage is not None:
+        return "damaged", str(save.damage)
+    if save.decision is None:
+        return "undecided", "begun and never committed"
+    if save.decision.outcome == "abort":
+        return "aborted", save.decision.reason or "aborted"
+    return "committed", ""
+
+
+def newest_committed(storage: st.Storage, root: str, *, at: int | None = None) -> Found | None:
+    """The newest usable checkpoint of a root by (attempt, iteration), or exactly iteration `at` (R6).
+
+    Non-persistent ones count; releases only when nothing else is there is asked: never by themselves.
+    """
+    usable = [
+        found
+        for found in scan(storage, root).found
+        if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
+    ]
+    return max(usable, key=lambda found: found.order, default=None)
+
+
+# --- settling and trackers --------------------------------------------------------------------------------------------
+
+
+def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -> list[str]:
+    """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
+
+    A complete save is committed; an incomplete one is given `wait` seconds to become complete, then aborted.
+    Saves outside any attempt (number 0) belong to nobody's run and are left alone.
+
+    Returns:
+        What was done, one line each.
+    """
+    done = []
+    deadline = time.monotonic() + wait
+    for found in scan(storage, root).found:
+        save = found.save
+        if save is None or save.begin is None or not 0 < save.begin.attempt < attempt:
+            continue
+        if found.state == "undecided":
+            decision = commit.try_commit(storage, found.path, save.begin, decided_by="settle")
+            while decision is None and time.monotonic() < deadline:
+                time.sleep(min(0.2, max(wait, 0.0)))
+                decision = commit.try_commit(storage, found.path, save.begin, decided_by="settle")
+            if decision is None:
+                missing = commit.read_records(storage, found.path, save.begin).missing
+                reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished"
+                decision = commit.decide_abort(storage, found.path, save.save_id, reason=reason, decided_by="settle")
+            done.append(f"{found.name} save {save.save_id}: {decision.outcome}")
+    for path in sorted({found.path for found in scan(storage, root).found if found.state == "committed"}):
+        commit.roll_forward(storage, path)
+    return done
+
+
+def write_tracker(storage: st.Storage, root: str, *, may_write: Callable[[], bool] = lambda: True) -> int | None:
+    """Makes the trackers name the newest committed checkpoint (W6): an exported view, never the truth."""
+    found = [f for f in scan(storage, root).found if f.state == "committed"]
+    newest: int | None = None
+    for kind, directory in (("persistent", root), ("non_persistent_global", st.join(root, NON_PERSISTENT))):
+        best = max((f for f in found if f.kind == kind), key=lambda f: f.order, default=None)
+        if best is None:
+            continue
+        text = str(best.iteration).encode()
+        where = st.join(directory, TRACKER)
+        if read_tracker(storage, directory) != text.decode() and may_write():
+            storage.put(where, text)
+        if kind == "persistent":
+            newest = best.iteration
+    return newest
+
+
+def read_tracker(storage: st.Storage, directory: str) -> str | None:
+    """Text of a tracker, stripped; None when there is none."""
+    try:
+        return storage.get(st.join(directory, TRACKER)).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def check_run_name(run: str) -> None:
+    """A run name is any printable text: it is stored in records and never becomes a path.
+
+    Raises:
+        StateError: empty, or holds control characters.
+    """
+    if not run or not run.isprintable():
+        raise StateError(f"run {run!r}: expected a name of printable characters")
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """``0-3, 7``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,185 @@
+"""How pieces of state lie in global coordinates. Pure: torch appears in annotations only.
+
+The three wrappers mean the same as Megatron-Core's (`megatron.core.dist_checkpointing.mapping`): a
+`ShardedTensor` says which box of which global tensor its data is, a `ShardedObject` which cell of a grid,
+and a `LocalNonpersistentObject` is dropped on save and kept as it is on load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptlib.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+ReplicaId = int | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box in global coordinates: `offset[i] <= x_i < offset[i] + shape[i]`. Zero-size axes are allowed."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise StateError(f"box: offset {self.offset} and shape {self.shape} have different lengths")
+        if any(x < 0 for x in self.offset) or any(x < 0 for x in self.shape):
+            raise StateError(f"box: negative coordinate in offset {self.offset} or shape {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for a 0-dimensional box."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """First coordinates past the box."""
+        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None when there is no common element."""
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
+        if any(e <= o for o, e in zip(offset, end, strict=True)):
+            return None
+        return Box(offset, tuple(e - o for o, e in zip(offset, end, strict=True)))
+
+    def within(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of this shape."""
+        return len(shape) == len(self.shape) and all(e <= s for e, s in zip(self.end, shape, strict=True))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box in coordinates whose zero is `origin`."""
+        return Box(tuple(o - z for o, z in zip(self.offset, origin, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether this copy is the one that is written: all components zero (Megatron's `is_main_replica`)."""
+    return replica_id == 0 if isinstance(replica_id, int) else all(part == 0 for part in replica_id)
+
+
+@dataclass
+class ShardedTensor:
+    """This rank's piece of a global tensor.
+
+    Attributes:
+        key: name of the global tensor, unique in a checkpoint.
+        data: the local tensor; reshaped to `box.shape` when axes were prepended.
+        global_shape: shape of the global tensor, prepended axes included.
+        box: where `data` lies in it.
+        replica_id: which copy this is; only the all-zero one is written.
+        allow_shape_mismatch: on load, a stored tensor of another global shape is allowed: elements beyond it become
+            zero, its surplus is dropped (padded vocabularies).
+    """
+
+    key: str
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    box: Box
+    replica_id: ReplicaId = 0
+    allow_shape_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        self.global_shape = tuple(self.global_shape)
+        if not self.box.within(self.global_shape):
+            raise StateError(f"tensor {self.key!r}: box {self.box} exceeds the global shape {self.global_shape}")
+        if math.prod(self.data.shape) != self.box.volume:
+            raise StateError(
+                f"tensor {self.key!r}: local shape {tuple(self.data.shape)} does not fill its box {self.box}"
+            )
+
+    @classmethod
+    def from_box(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        *,
+        replica_id: ReplicaId = 0,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """The shard that starts at `offset`; leading axes that `data` lacks have size 1 in the box."""
+        shape = (1,) * (len(global_shape) - data.dim()) + tuple(data.shape)
+        return cls(key, data, tuple(global_shape), Box(tuple(offset), shape), replica_id, allow_shape_mismatch)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """A regular shard: each `(axis, index, count)` says that `axis` is cut into `count` equal parts.
+
+        Same meaning as Megatron-Core's `ShardedTensor.from_rank_offsets`: axes count prepended ones first, and a
+        prepended axis of `count` parts has global size `count`.
+        """
+        local = (1,) * prepend_axis_num + tuple(data.shape)
+        offset = [0] * len(local)
+        shape = list(local)
+        seen: set[int] = set()
+        for axis, index, count in rank_offsets:
+            if not 0 <= axis < len(local) or axis in seen:
+                raise StateError(f"tensor {key!r}: rank offset for axis {axis}, which is absent or given twice")
+            if not 0 <= index < count:
+                raise StateError(f"tensor {key!r}: axis {axis} has part {index} of {count}")
+            seen.add(axis)
+            offset[axis] = index * local[axis]
+            shape[axis] = count * local[axis]
+        return cls(key, data, tuple(shape), Box(tuple(offset), local), replica_id, allow_shape_mismatch)
+
+
+@dataclass
+class ShardedObject:
+    """One cell of a grid of Python objects, such as a rank's RNG state. Its grid cannot be resharded.
+
+    Attributes:
+        key: name of the grid.
+        data: plain data (R5); what the restricted unpickler accepts.
+        global_shape: shape of the grid.
+        global_offset: this cell.
+        replica_id: only the all-zero copy is written.
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...] = (1,)
+    global_offset: tuple[int, ...] = (0,)
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
+        if not Box(self.global_offset, (1,) * len(self.global_offset)).within(self.global_shape):
+            raise StateError(f"object {self.key!r}: cell {self.global_offset} is outside the grid {self.global_shape}")
+
+    @property
+    def unique_key(self) -> str:
+        """Name on storage, as Megatron-Core writes it: ``<key>/shard_<offset>_<shape>``."""
+        offset, shape = (".".join(map(str, axes)) for axes in (self.global_offset, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+
+@dataclass
+class LocalNonpersistentObject:
+    """A value that belongs to this process: dropped on save, left as it is on load."""
+
+    obj: Any = field(default=None)

@@ -1,0 +1,351 @@
+"""State tree -> leaves with global coordinates, and back.
+
+A state is a nested dict whose leaves are tensors, DTensors, `ShardedTensor`, `ShardedObject`,
+`LocalNonpersistentObject`, `Stateful` objects (anything with ``state_dict`` and ``load_state_dict``), torch
+optimizers and plain values. Names follow torch's distributed checkpoint: the dotted path, list elements by number,
+lists without tensors as one value; the `Sharded*` leaves carry names of their own, as in Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ckptlib import optim
+from ckptlib.errors import StateError
+from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor, is_main_replica
+
+Path = tuple[str | int, ...]
+
+RANK_ATTRIBUTES = frozenset({"rank", "local_rank"})
+"""Attributes of an argparse Namespace that differ between ranks by nature; they do not count as disagreement."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Takes a state back."""
+
+
+@dataclass
+class TensorLeaf:
+    """A local tensor and where it lies.
+
+    Attributes:
+        tensor: local data, detached; its elements fill `box` in order.
+        main: True: this rank writes it; False: another does; None: every rank has the same, the plan chooses one.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    box: Box
+    main: bool | None = None
+    allow_shape_mismatch: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """``float32``, ``bfloat16``, ..."""
+        return dtype_name(self.tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.box.volume * self.tensor.element_size()
+
+
+@dataclass
+class ObjectLeaf:
+    """A `ShardedObject` cell; `assign` puts a loaded value back into the tree."""
+
+    key: str
+    data: Any
+    main: bool
+    assign: Callable[[Any], None]
+
+
+@dataclass
+class ValueLeaf:
+    """A plain value under its dotted path; `assign` puts a loaded value back into the tree."""
+
+    key: str
+    path: Path
+    value: Any
+    assign: Callable[[Any], None]
+
+
+@dataclass
+class FlatState:
+    """The leaves of one rank's state, and what must run after they are filled."""
+
+    tensors: list[TensorLeaf] = field(default_factory=list)
+    objects: list[ObjectLeaf] = field(default_factory=list)
+    values: list[ValueLeaf] = field(default_factory=list)
+    finishers: list[Callable[[], None]] = field(default_factory=list)
+
+    def common(self) -> dict[str, Any]:
+        """The plain values as a nested dict: the common state that Megatron readers expect."""
+        root: dict[Any, Any] = {}
+        for leaf in self.values:
+            node = root
+            for name in leaf.path[:-1]:
+                node = node.setdefault(name, {})
+            node[leaf.path[-1]] = leaf.value
+        return root
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`.
+
+    Raises:
+        StateError: torch here has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return dtype
+
+
+def flatten(state: Mapping[str, Any], *, stored_tensors: optim.StoredTensors | None = None) -> FlatState:
+    """Leaves of a state tree.
+
+    Args:
+        state: the tree; its root must be a mapping.
+        stored_tensors: for a load: what the checkpoint holds below a prefix. A fresh optimizer has no moments yet;
+            they are made from it. None for a save.
+
+    Raises:
+        StateError: two leaves have the same name, or a leaf cannot be saved; names the path.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"state: expected a mapping from names to parts, got {type(state).__name__}")
+    return _Walker(_parameter_names(state), stored_tensors).run(state)
+
+
+class _Walker:
+    def __init__(self, names: optim.Names, stored_tensors: optim.StoredTensors | None) -> None:
+        self._names = names
+        self._stored = stored_tensors
+        self._flat = FlatState()
+        self._seen: dict[str, str] = {}
+
+    def run(self, state: Mapping[str, Any]) -> FlatState:
+        for name, value in state.items():
+            self._walk((name,), value, _item_setter(state, name))
+        return self._flat
+
+    def _walk(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
+        match value:
+            case LocalNonpersistentObject():
+                return
+            case ShardedTensor():
+                self._sharded_tensor(path, value)
+            case ShardedObject():
+                self._claim(value.unique_key, path)
+                main = is_main_replica(value.replica_id)
+                self._flat.objects.append(ObjectLeaf(value.unique_key, value.data, main, _data_setter(value)))
+            case torch.Tensor():
+                self._tensor(path, value)
+            case torch.optim.Optimizer():
+                self._optimizer(path, value)
+            case Mapping() if value:
+                for name, inner in value.items():
+                    if not isinstance(name, str | int):
+                        raise StateError(f"{dotted(path)}: key {name!r} is a {type(name).__name__}, expected str or int")
+                    self._walk((*path, name), inner, _item_setter(value, name))
+            case list() | tuple() if _holds_tensors(value):
+                for i, inner in enumerate(value):
+                    self._walk((*path, i), inner, _item_setter(value, i))
+            case Stateful() if not isinstance(value, type):
+                inner = value.state_dict()
+                if inner:
+                    self._walk(path, inner, _refuse_assign(path))
+                self._flat.finishers.append(lambda: value.load_state_dict(inner))
+            case _:
+                self._claim(dotted(path), path)
+                self._flat.values.append(ValueLeaf(dotted(path), path, value, assign))
+
+    def _optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        prefix = dotted(path)
+        if self._stored is None:
+            state = optim.named_state(optimizer, self._names, prefix)
+            self._walk(path, state, _refuse_assign(path))
+        else:
+            state = optim.skeleton(optimizer, self._names, prefix, self._stored)
+            self._walk(path, state, _refuse_assign(path))
+            self._flat.finishers.append(lambda: optim.load_named_state(optimizer, self._names, state, prefix))
+
+    def _tensor(self, path: Path, tensor: torch.Tensor) -> None:
+        key = dotted(path)
+        self._claim(key, path)
+        _check_plain(key, tensor)
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise StateError(f"tensor {key!r}: placement {tensor.placements} is a partial sum; reduce it first")
+            local = tensor.to_local().detach()
+            shape, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            box = Box(tuple(offset), tuple(shape))
+            # torch gives an empty shard an offset past the end; any place will do for it.
+            if box.volume == 0:
+                box = Box(tuple(min(o, s) for o, s in zip(offset, tensor.shape, strict=True)), box.shape)
+            self._flat.tensors.append(TensorLeaf(key, local, tuple(tensor.shape), box))
+            return
+        tensor = tensor.detach()
+        self._flat.tensors.append(TensorLeaf(key, tensor, tuple(tensor.shape), Box.whole(tensor.shape)))
+
+    def _sharded_tensor(self, path: Path, value: ShardedTensor) -> None:
+        # One rank may hold several pieces of one global tensor (gated MLP halves), so the box is part of the name.
+        self._claim(f"{value.key} {value.box}", path)
+        _check_plain(value.key, value.data)
+        self._flat.tensors.append(
+            TensorLeaf(
+                value.key,
+                value.data.detach(),
+                value.global_shape,
+                value.box,
+                is_main_replica(value.replica_id),
+                value.allow_shape_mismatch,
+            )
+        )
+
+    def _claim(self, key: str, path: Path) -> None:
+        if not key:
+            raise StateError("state: the empty name is not allowed")
+        if key in self._seen:
+            raise StateError(f"two leaves are named {key!r}: at {self._seen[key]} and at {dotted(path)}")
+        self._seen[key] = dotted(path)
+
+
+def dotted(path: Path) -> str:
+    """``("model", "layers", 0)`` -> ``model.layers.0``."""
+    return ".".join(map(str, path))
+
+
+def leaf_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in order, as bytes: its own memory where it is contiguous and on the CPU."""
+    contiguous = tensor.detach().cpu().contiguous()
+    return memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())
+
+
+def value_digest(value: Any) -> str:
+    """SHA-256 of a plain value by its structure: equal values give equal digests, whatever shares memory in them."""
+    digest = hashlib.sha256()
+    for piece in _digest_pieces(value):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_pieces(value: Any) -> Iterator[bytes]:
+    yield type(value).__qualname__.encode()
+    match value:
+        case Mapping():
+            for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
+                yield from _digest_pieces(key)
+                yield from _digest_pieces(value[key])
+        case Namespace():
+            yield from _digest_pieces({k: v for k, v in vars(value).items() if k not in RANK_ATTRIBUTES})
+        case list() | tuple():
+            yield str(len(value)).encode()
+            for item in value:
+                yield from _digest_pieces(item)
+        case set() | frozenset():
+            yield from sorted(b"".join(_digest_pieces(item)) for item in value)
+        case np.ndarray():
+            yield f"{value.dtype} {value.shape}".encode()
+            yield np.ascontiguousarray(value).tobytes()
+        case torch.Tensor():
+            yield f"{value.dtype} {tuple(value.shape)}".encode()
+            yield bytes(leaf_bytes(value))
+        case bytes() | bytearray():
+            yield bytes(value)
+        case _ if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            yield from _digest_pieces(vars(value))
+        case _:
+            yield repr(value).encode()
+
+
+def _check_plain(key: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise StateError(f"tensor {key!r}: layout {tensor.layout} cannot be saved; make it dense first")
+    if tensor.is_quantized:
+        raise StateError(f"tensor {key!r}: {tensor.dtype} is a quantized tensor; save int_repr(), scale and zero point")
+    if tensor.device.type == "meta":
+        raise StateError(f"tensor {key!r} is on the meta device: it has no data")
+
+
+def _holds_tensors(value: Any) -> bool:
+    match value:
+        case torch.Tensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject():
+            return True
+        case torch.optim.Optimizer():
+            return True
+        case Mapping():
+            return any(map(_holds_tensors, value.values()))
+        case list() | tuple():
+            return any(map(_holds_tensors, value))
+        case _:
+            return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def _parameter_names(state: Any) -> optim.Names:
+    """The names that the parameters of an optimizer have in the modules of the same state."""
+    names: dict[int, tuple[str, str]] = {}
+
+    def visit(path: Path, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            for name, parameter in value.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), (name, dotted((*path, name))))
+        elif isinstance(value, Mapping):
+            for name, inner in value.items():
+                visit((*path, name), inner)
+        elif isinstance(value, list | tuple):
+            for i, inner in enumerate(value):
+                visit((*path, i), inner)
+
+    visit((), state)
+    return names
+
+
+def _item_setter(container: Any, name: str | int) -> Callable[[Any], None]:
+    def assign(value: Any) -> None:
+        try:
+            container[name] = value
+        except TypeError as error:
+            raise StateError(f"{name!r}: cannot be put back into a {type(container).__name__}") from error
+
+    return assign
+
+
+def _data_setter(cell: ShardedObject) -> Callable[[Any], None]:
+    def assign(value: Any) -> None:
+        cell.data = value
+
+    return assign
+
+
+def _refuse_assign(path: Path) -> Callable[[Any], None]:
+    def assign(value: Any) -> None:
+        raise StateError(f"{dotted(path)}: a {type(value).__name__} cannot take the place of a whole part")
+
+    return assign

@@ -1,0 +1,112 @@
+"""The seam between the protocol and a filesystem: a few operations with exact promises.
+
+Paths are strings in the storage's own namespace, joined with ``/`` (`join`); they are never turned into `pathlib`
+objects, which mangle URIs. Every backend keeps the same promises and passes the same behaviour suite:
+
+* `open_write` / `WriteStream.finish`: when `finish` returns, the file and its name are durable. Until then nothing
+  may count on it. An exception or a dropped stream never publishes a file as finished.
+* `put`: all or nothing, replaces, durable. `create`: the same, and fails with `FileExistsError` if the name exists;
+  of several that race, exactly one succeeds (unless `capabilities.exclusive_create` is false).
+* `list`, `stat`, `get` see every write that finished before they began, by whomever. No listing caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a storage can promise.
+
+    Attributes:
+        exclusive_create: `create` is atomic and exclusive; without it a commit needs `single_writer` (W4).
+        name: short name for messages: ``posix``, ``memory``, ...
+    """
+
+    exclusive_create: bool
+    name: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a directory."""
+
+    name: str
+    is_dir: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a finished stream wrote: bytes, and SHA-256 (hex) of exactly those bytes as they were in memory."""
+
+    size: int
+    sha256: str
+
+
+class WriteStream(Protocol):
+    """A file being written from front to back."""
+
+    def write(self, data: Buffer) -> None:
+        """Appends. The buffer must not change before `finish` returns."""
+
+    def finish(self) -> Written:
+        """Makes the file durable under its name."""
+
+    def abort(self) -> None:
+        """Gives up; removes what it can. Never raises."""
+
+
+class Storage(Protocol):
+    """A filesystem, as the protocol needs it. Errors: `FileNotFoundError`, `FileExistsError`, `PermissionError`,
+    other `OSError` with the path."""
+
+    capabilities: Capabilities
+
+    def open_write(self, path: str) -> WriteStream:
+        """Starts a new file; `FileExistsError` if the name exists. Makes parent directories."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Writes a small file atomically, replacing an older one."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Writes a small file atomically if, and only if, the name is free."""
+
+    def get(self, path: str) -> bytes:
+        """The whole content of a small file."""
+
+    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fills each buffer from its offset; a short read is an `OSError`."""
+
+    def list(self, path: str) -> list[Entry]:
+        """Entries one level below, sorted by name; empty when the directory is absent."""
+
+    def stat(self, path: str) -> int | None:
+        """Size of a file in bytes; None when it is absent or a directory."""
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Removes files; those already gone are fine. Empty parent directories may remain."""
+
+    def url(self, path: str) -> str:
+        """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+def join(path: str, *names: str) -> str:
+    """Appends names to a path."""
+    return "/".join([path.rstrip("/"), *names])
+
+
+def parent(path: str) -> str:
+    """The path without its last name."""
+    head, _, _ = path.rstrip("/").rpartition("/")
+    return head or "/"
+
+
+def basename(path: str) -> str:
+    """The last name of a path."""
+    return path.rstrip("/").rpartition("/")[2]

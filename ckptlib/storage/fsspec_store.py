@@ -1,0 +1,147 @@
+"""Any other fsspec filesystem: correct, not fast, and honest about what it cannot promise.
+
+fsspec filesystems differ in what a half-written file becomes (several publish it), so nothing is streamed into a
+final name: a stream collects its blocks and uploads them in one `pipe_file`, which is all or nothing.
+Exclusive creation is promised only where it was checked: `memory://`, within one process.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ckptlib.errors import ExclusiveCreateError, StorageError
+from ckptlib.storage import base
+from ckptlib.storage.base import Buffer, Capabilities, Entry, Written
+from ckptlib.storage.hashing import StreamHasher
+
+_create_lock = threading.Lock()
+"""memory:// is a dictionary of this process; this lock makes check-and-set on it one step."""
+
+
+class FsspecStorage:
+    """Storage through an `fsspec.AbstractFileSystem`.
+
+    Args:
+        fs: the filesystem, made without a listings cache.
+        single_writer: the caller vouches that nobody else writes; allows `create` where it is not exclusive.
+    """
+
+    def __init__(self, fs: Any, *, single_writer: bool = False) -> None:
+        self.fs = fs
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        self._protocol = protocol
+        self._single_writer = single_writer
+        self.capabilities = Capabilities(exclusive_create=protocol == "memory", name=protocol)
+
+    def open_write(self, path: str) -> FsspecWriteStream:
+        """Collects in memory; uploads at `finish`."""
+        if self.stat(path) is not None:
+            raise FileExistsError(errno.EEXIST, "file exists", path)
+        return FsspecWriteStream(self, path)
+
+    def put(self, path: str, data: bytes) -> None:
+        """One upload."""
+        self._make_parent(path)
+        self.fs.pipe_file(path, data)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Exclusive on memory://; elsewhere only with `single_writer`."""
+        if not (self.capabilities.exclusive_create or self._single_writer):
+            raise ExclusiveCreateError(
+                f"{self.url(path)}: {self._protocol}:// cannot create a file exclusively, so two writers could both "
+                "commit. Pass single_writer=True if you are sure that only this job writes here."
+            )
+        with _create_lock:
+            if self.stat(path) is not None:
+                raise FileExistsError(errno.EEXIST, "file exists", path)
+            self.put(path, data)
+
+    def get(self, path: str) -> bytes:
+        """Reads a small file."""
+        return bytes(self.fs.cat_file(path))
+
+    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """One ranged read per buffer."""
+        for offset, buffer in ranges:
+            view = buffer.cast("B")
+            data = self.fs.cat_file(path, start=offset, end=offset + len(view)) if len(view) else b""
+            if len(data) != len(view):
+                raise StorageError(
+                    errno.EIO, f"{self.url(path)}: got {len(data)} of {len(view)} bytes at offset {offset}"
+                )
+            view[:] = data
+
+    def list(self, path: str) -> list[Entry]:
+        """One level, by name; caches are dropped first."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        entries = [
+            Entry(base.basename(info["name"]), info["type"] == "directory", int(info.get("size") or 0))
+            for info in found
+            if info["name"].strip("/") != path.strip("/")  # ls of a file, and some stores' directory markers
+        ]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def stat(self, path: str) -> int | None:
+        """Size of a file; None when there is none."""
+        self.fs.invalidate_cache()
+        try:
+            info = self.fs.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Removes files; a directory that is named goes when it is empty."""
+        for path in paths:
+            try:
+                if self.fs.isdir(path):
+                    if not self.list(path):
+                        self.fs.rmdir(path)
+                else:
+                    self.fs.rm_file(path)
+            except FileNotFoundError:
+                continue
+
+    def url(self, path: str) -> str:
+        """``protocol://path``."""
+        return f"{self._protocol}://{path.lstrip('/')}"
+
+    def _make_parent(self, path: str) -> None:
+        self.fs.makedirs(base.parent(path), exist_ok=True)
+
+
+class FsspecWriteStream:
+    """Collects copies of blocks, uploads once."""
+
+    def __init__(self, storage: FsspecStorage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._hasher = StreamHasher()
+        self._data = bytearray()
+
+    def write(self, data: Buffer) -> None:
+        """Copies: the upload happens later."""
+        self._hasher.update(data)
+        self._data += data
+
+    def finish(self) -> Written:
+        """Uploads; checks the size that the store reports."""
+        size = len(self._data)
+        digest = self._hasher.digest()
+        self._storage.put(self._path, bytes(self._data))
+        stored = self._storage.stat(self._path)
+        if stored != size:
+            raise StorageError(errno.EIO, f"{self._storage.url(self._path)}: wrote {size} bytes, store has {stored}")
+        return Written(size, digest)
+
+    def abort(self) -> None:
+        """Nothing was published."""
+        self._hasher.close()
+        self._data.clear()

@@ -1,0 +1,207 @@
+"""POSIX filesystems: local disks, Lustre, NFS.
+
+Promises of `base` kept here: a finished file is fsynced and so is its directory; small files are written under a
+temporary name in the same directory, fsynced, then renamed (`put`) or hard-linked (`create`: `link(2)` fails when the
+name exists, on NFS and Lustre too). Modes are ``0666 & ~umask``: never the 0600 of `tempfile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat as stat_module
+import uuid
+from collections.abc import Iterable, Sequence
+
+from ckptlib.errors import StorageError
+from ckptlib.storage import base
+from ckptlib.storage.base import Buffer, Capabilities, Entry, Written
+from ckptlib.storage.hashing import StreamHasher
+
+WRITE_BYTES = 4 * 1024 * 1024
+"""Bytes per write(2): a multiple of common stripe and page sizes, small enough to overlap with hashing."""
+
+
+class PosixStorage:
+    """Storage on a mounted filesystem. Paths are ordinary absolute paths."""
+
+    capabilities = Capabilities(exclusive_create=True, name="posix")
+
+    def open_write(self, path: str) -> PosixWriteStream:
+        """Starts a file under its own (unique) name; it counts only once a record names it."""
+        return PosixWriteStream(path)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Temporary file, fsync, rename, directory fsync."""
+        temporary = self._write_temporary(path, data)
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
+        sync_directory(base.parent(path))
+
+    def create(self, path: str, data: bytes) -> None:
+        """Temporary file, fsync, hard link, directory fsync."""
+        temporary = self._write_temporary(path, data)
+        try:
+            os.link(temporary, path)
+        finally:
+            _unlink_quietly(temporary)
+        sync_directory(base.parent(path))
+
+    def get(self, path: str) -> bytes:
+        """Reads a small file."""
+        with open(path, "rb") as file:
+            return file.read()
+
+    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """`preadv(2)` straight into each buffer."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for offset, buffer in ranges:
+                view = buffer.cast("B")
+                done = 0
+                while done < len(view):
+                    count = os.preadv(fd, [view[done:]], offset + done)
+                    if count == 0:
+                        raise StorageError(
+                            errno.EIO,
+                            f"{path}: ends at byte {offset + done}; {len(view) - done} more bytes were expected",
+                        )
+                    done += count
+        finally:
+            os.close(fd)
+
+    def list(self, path: str) -> list[Entry]:
+        """One level, by name. Links are reported as what they are not: neither followed nor counted as directories."""
+        try:
+            with os.scandir(path) as entries:
+                found = [
+                    Entry(
+                        entry.name,
+                        entry.is_dir(follow_symlinks=False),
+                        0 if entry.is_dir(follow_symlinks=False) else entry.stat(follow_symlinks=False).st_size,
+                    )
+                    for entry in entries
+                ]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found, key=lambda entry: entry.name)
+
+    def stat(self, path: str) -> int | None:
+        """Size of a regular file; None when there is none."""
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat_module.S_ISREG(status.st_mode) else None
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Unlinks files, then directories that became empty and are named too."""
+        for path in paths:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except (IsADirectoryError, PermissionError):
+                if not os.path.isdir(path) or os.path.islink(path):
+                    raise
+                with contextlib.suppress(OSError):  # not empty: it holds what is not ours
+                    os.rmdir(path)
+
+    def url(self, path: str) -> str:
+        """The path itself."""
+        return path
+
+    def _write_temporary(self, path: str, data: bytes) -> str:
+        directory = base.parent(path)
+        make_directory(directory)
+        temporary = base.join(directory, f".{base.basename(path)}.{uuid.uuid4().hex}.tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)  # quota errors of write-back can surface only here
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
+        return temporary
+
+
+class PosixWriteStream:
+    """One file, written front to back, hashed beside the write."""
+
+    def __init__(self, path: str) -> None:
+        make_directory(base.parent(path))
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._hasher = StreamHasher()
+        self._size = 0
+
+    def write(self, data: Buffer) -> None:
+        """Hands blocks to the digest thread, then to the kernel."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), WRITE_BYTES):
+            block = view[start : start + WRITE_BYTES]
+            self._hasher.update(block)
+            _write_all(self._fd, block)
+        self._size += len(view)
+
+    def finish(self) -> Written:
+        """fsync of the file, then of its directory."""
+        try:
+            os.fsync(self._fd)
+        finally:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+        sync_directory(base.parent(self._path))
+        return Written(self._size, self._hasher.digest())
+
+    def abort(self) -> None:
+        """Closes and unlinks; the caller is already handling an error."""
+        self._hasher.close()
+        with contextlib.suppress(OSError):
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+        _unlink_quietly(self._path)
+
+
+def make_directory(path: str) -> None:
+    """`mkdir -p` that makes each new name durable in its parent."""
+    if os.path.isdir(path):
+        return
+    missing = [path]
+    while not os.path.isdir(base.parent(missing[-1])):
+        missing.append(base.parent(missing[-1]))
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.mkdir(directory, 0o777)
+        sync_directory(base.parent(directory))
+
+
+def sync_directory(path: str) -> None:
+    """fsync of a directory: makes names in it durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have no directory fsync
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: Buffer) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _unlink_quietly(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,117 @@
+"""Writes one rank's data files: containers one after the other, hashed on the way (W1, W2).
+
+Nothing here knows about other ranks or about commits. A tensor on the CPU is written from its own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from ckptlib import storage as st
+from ckptlib.container import template
+from ckptlib.index import ChunkItem, Location, ObjectItem
+from ckptlib.manifest import FileEntry
+from ckptlib.safe_pickle import dump_object
+from ckptlib.state import FlatState, TensorLeaf, dtype_of, leaf_bytes
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """What a rank wrote: its files, and where each item lies in them."""
+
+    files: tuple[FileEntry, ...]
+    chunks: tuple[ChunkItem, ...]
+    objects: tuple[ObjectItem, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """An object, serialised before any byte is written, so that what cannot be saved is found in time.
+
+    Attributes:
+        key: its name.
+        data: one `torch.save` container.
+        wrapped: it is a list of one (Megatron's form of a sharded object).
+    """
+
+    key: str
+    data: bytes
+    wrapped: bool
+
+
+def serialise_objects(flat: FlatState, objects: Sequence[str], values: Sequence[str]) -> list[Blob]:
+    """The objects and values that this rank writes.
+
+    Raises:
+        StateError: one of them is not plain data; names its path.
+    """
+    wanted_objects, wanted_values = set(objects), set(values)
+    blobs = [Blob(o.key, dump_object([o.data], o.key), True) for o in flat.objects if o.key in wanted_objects]
+    blobs += [Blob(v.key, dump_object(v.value, v.key), False) for v in flat.values if v.key in wanted_values]
+    return blobs
+
+
+def data_file_name(rank: int, number: int, save_id: str) -> str:
+    """``__<rank>_<number>.<save_id>.distcp``."""
+    return f"__{rank}_{number}.{save_id}.distcp"
+
+
+def write_rank_files(
+    storage: st.Storage,
+    path: str,
+    save_id: str,
+    rank: int,
+    blobs: Sequence[Blob],
+    tensors: Sequence[TensorLeaf],
+) -> RankFiles:
+    """Writes the rank's data file; a rank that owns nothing writes none.
+
+    Args:
+        storage, path: the iteration directory.
+        blobs: objects, first in the file, as torch does it.
+        tensors: the leaves that this rank writes.
+
+    Returns:
+        The files, durable, with digests computed from memory.
+
+    Raises:
+        OSError: the storage failed (disk full, ...); the partial file is removed as far as possible.
+    """
+    if not blobs and not tensors:
+        return RankFiles((), (), ())
+    name = data_file_name(rank, 0, save_id)
+    stream = storage.open_write(st.join(path, name))
+    try:
+        chunks, objects, offset = [], [], 0
+        for blob in blobs:
+            stream.write(blob.data)
+            objects.append(ObjectItem(blob.key, blob.wrapped, Location(name, offset, len(blob.data))))
+            offset += len(blob.data)
+        for leaf in tensors:
+            chunks.append(_write_tensor(stream, leaf, name, offset))
+            offset += chunks[-1].location.length
+        written = stream.finish()
+    except BaseException:
+        stream.abort()
+        raise
+    return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects))
+
+
+def _write_tensor(stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: int) -> ChunkItem:
+    payload = leaf_bytes(leaf.tensor)
+    form = template(dtype_of(leaf.dtype), leaf.box.shape)
+    crc32 = isal_zlib.crc32(payload)
+    stream.write(form.head)
+    stream.write(payload)
+    stream.write(form.tail_with(crc32))
+    location = Location(name, offset, form.length, offset + len(form.head), form.payload, crc32)
+    return ChunkItem(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, location)
+
