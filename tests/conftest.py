@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,11 @@ settings.load_profile(os.environ.get("CKPT_TEST_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)
-def isolated_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def isolated_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A catalog, a Prefect home and a data directory of the test's own: never those of the user who runs it."""
     home = tmp_path_factory.mktemp("home")
     monkeypatch.delenv("CKPT_DB", raising=False)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
     monkeypatch.setenv("PREFECT_HOME", str(home / "prefect"))
-    yield home
+    return home

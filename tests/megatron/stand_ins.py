@@ -41,11 +41,11 @@ class _InertModule(types.ModuleType):
 def install() -> None:
     """Puts the stand-ins in place of what is absent; whatever is really there stays."""
     if not hasattr(typing, "override"):
-        typing.override = lambda method: method  # type: ignore[attr-defined]
+        vars(typing)["override"] = lambda method: method
     if importlib.util.find_spec("triton") is None:
         triton, language = _InertModule("triton"), _InertModule("triton.language")
-        triton.language, triton.__version__ = language, "3.4.0"
+        vars(triton).update(language=language, __version__="3.4.0")
         sys.modules.update({"triton": triton, "triton.language": language})
-        torch.compile = _leave_uncompiled  # its real one would look for Triton's compiler
+        vars(torch)["compile"] = _leave_uncompiled  # its real one would look for Triton's compiler
     # Each of its modules warns that an accelerated implementation (Transformer Engine, Apex) is absent.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
