@@ -7,9 +7,8 @@ It knows nothing of ckptlib: whatever it can read, it reads because the files ar
 Request::
 
     {"checkpoint": "<iteration directory>", "tensors_to": "<file>.safetensors",
-     "tensors": [{"key", "dtype", "shape", "rank_offsets", "replica_id", "prepend_axis_num", "allow_shape_mismatch"}],
-     "objects": [{"key", "global_shape", "global_offset", "replica_id"}],
-     "strict": "raise_all", "verify_integrity": true}
+     "tensors": [{"name", …the fields of judging.Piece}], "objects": [{"name", …the fields of judging.Cell}],
+     "strict": "assume_ok_unexpected", "verify_integrity": true}
 
 `tensors: null` loads every tensor whole (`load_plain_tensors`). Answer: `{"backend", "common", "objects"}`, or
 `{"error"}` with what Megatron-Core raised.
@@ -42,20 +41,20 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
     checkpoint = request["checkpoint"]
     config = maybe_load_config(checkpoint)
     if request["tensors"] is None:
-        tensors = dist_checkpointing.load_plain_tensors(checkpoint)
+        everything = dist_checkpointing.load_plain_tensors(checkpoint)  # the common state lies in between
+        tensors = {key: value for key, value in everything.items() if isinstance(value, torch.Tensor)}
         common = dist_checkpointing.load_common_state_dict(checkpoint)
         objects: dict[str, Any] = {}
     else:
-        state = {("tensor", wanted["key"]): sharded_tensor(wanted) for wanted in request["tensors"]}
-        state |= {("object", wanted["key"]): ShardedObject(data=None, **wanted) for wanted in request["objects"]}
+        state: dict[str, dict[str, Any]] = {
+            "judged tensors": {wanted["name"]: sharded_tensor(wanted) for wanted in request["tensors"]},
+            "judged objects": {wanted["name"]: sharded_object(wanted) for wanted in request["objects"]},
+        }
         common = dist_checkpointing.load(
             state, checkpoint, strict=request["strict"], verify_integrity=request["verify_integrity"]
         )
-        loaded = {name: common.pop(name) for name in state}
-        tensors = {key: value for (kind, key), value in loaded.items() if kind == "tensor"}
-        objects = {key: value for (kind, key), value in loaded.items() if kind == "object"}
-    only_tensors = {key: value.contiguous() for key, value in tensors.items() if isinstance(value, torch.Tensor)}
-    save_file(only_tensors, request["tensors_to"])
+        tensors, objects = common.pop("judged tensors", {}), common.pop("judged objects", {})
+    save_file({name: value.contiguous() for name, value in tensors.items()}, request["tensors_to"])
     return {"backend": config and config.sharded_backend, "common": common, "objects": objects}
 
 
@@ -70,6 +69,12 @@ def sharded_tensor(wanted: dict[str, Any]) -> ShardedTensor:
         prepend_axis_num=wanted["prepend_axis_num"],
         allow_shape_mismatch=wanted["allow_shape_mismatch"],
     )
+
+
+def sharded_object(wanted: dict[str, Any]) -> ShardedObject:
+    """Megatron's own description of a cell of a grid of objects."""
+    shape, offset, replica = (tuple(wanted[axes]) for axes in ("global_shape", "global_offset", "replica_id"))
+    return ShardedObject(wanted["key"], None, shape, offset, replica)
 
 
 def plain(value: Any) -> Any:

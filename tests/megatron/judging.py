@@ -20,8 +20,12 @@ JUDGE_PYTHON = REPOSITORY / ".venv-megatron" / "bin" / "python"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's piece of a tensor, in the arguments of Megatron's `ShardedTensor.from_rank_offsets`."""
+    """A rank's piece of a tensor, in the arguments of Megatron's `ShardedTensor.from_rank_offsets`.
 
+    `name` is its place in the state, and in the verdict: a rank may hold several pieces of one key.
+    """
+
+    name: str
     key: str
     shape: Sequence[int]
     dtype: str = "float32"
@@ -33,8 +37,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a grid of objects, in the arguments of Megatron's `ShardedObject`."""
+    """A cell of a grid of objects, in the arguments of Megatron's `ShardedObject`; `name` as for a `Piece`."""
 
+    name: str
     key: str
     global_shape: Sequence[int] = (1,)
     global_offset: Sequence[int] = (0,)
@@ -43,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rank of the judge loaded; `error` is empty when it could."""
+    """What one rank of the judge loaded, by name (whole tensors: by key); `error` is empty when it could."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +86,7 @@ class Judge:
         self,
         checkpoint: str | Path,
         *ranks: Sequence[Piece | Cell],
-        strict: str = "raise_all",
+        strict: str = "assume_ok_unexpected",
         verify_integrity: bool = True,
     ) -> list[Verdict]:
         """Loads `checkpoint` on every rank at once, each with the pieces and cells it asks for.
@@ -89,7 +94,7 @@ class Judge:
         Args:
             checkpoint: the iteration directory.
             ranks: one sequence per rank of this judge.
-            strict: Megatron's `StrictHandling`; "raise_all" refuses any key that is missing or left over.
+            strict: Megatron's `StrictHandling`; its default refuses a key that the checkpoint lacks.
             verify_integrity: re-hash the files listed in `integrity.json` first, which must then exist.
         """
         if len(ranks) != len(self._processes):

@@ -53,12 +53,12 @@ def test_two_ranks_of_the_judge_each_read_their_half(two_ranks: Judge) -> None:
     checkpoint = fixture("td0192_tp1pp1_w")
     whole = expected_model("td0192_tp1pp1_w")[WORD_EMBEDDINGS]
     halves = [
-        [Piece(WORD_EMBEDDINGS, (64, 64), "bfloat16", rank_offsets=[(0, rank, 2)], allow_shape_mismatch=True)]
+        [Piece("half", WORD_EMBEDDINGS, (64, 64), "bfloat16", [(0, rank, 2)], allow_shape_mismatch=True)]
         for rank in range(2)
     ]
-    verdicts = two_ranks.load(checkpoint, *halves, strict="ignore_all")
+    verdicts = two_ranks.load(checkpoint, *halves)
     assert [verdict.error for verdict in verdicts] == ["", ""]
-    assert torch.equal(torch.cat([verdict.tensors[WORD_EMBEDDINGS] for verdict in verdicts]), whole)
+    assert torch.equal(torch.cat([verdict.tensors["half"] for verdict in verdicts]), whole)
 
 
 def test_the_judge_refuses_a_flipped_byte(judge: Judge, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_judge_refuses_a_flipped_byte(judge: Judge, tmp_path: Path) -> None:
 
 def test_the_judge_refuses_a_wrong_shape_and_an_unknown_key(judge: Judge) -> None:
     checkpoint = fixture("td0192_tp1pp1_w")
-    (wrong,) = judge.load(checkpoint, [Piece("decoder.final_layernorm.weight", (63,), "bfloat16")], strict="ignore_all")
+    (wrong,) = judge.load(checkpoint, [Piece("norm", "decoder.final_layernorm.weight", (63,), "bfloat16")])
     assert "shape" in wrong.error.lower()
-    (unknown,) = judge.load(checkpoint, [Piece("no.such.tensor", (4,))])
+    (unknown,) = judge.load(checkpoint, [Piece("none", "no.such.tensor", (4,))])
     assert "no.such.tensor" in unknown.error
