@@ -15,7 +15,7 @@ UV := .venv-uv/bin/uv
 export OMP_NUM_THREADS ?= 1
 export PYTHON
 
-.PHONY: help setup test lint format types contracts unit test-deep chaos constraints clean
+.PHONY: help setup demo test lint format types contracts unit test-deep chaos constraints clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -40,6 +40,7 @@ format: $(INSTALLED) ## ruff: mend what it can
 
 types: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
+	cd examples && ../$(BIN)/mypy --config-file ../pyproject.toml *.py # scripts: they import each other by bare name
 
 contracts: $(INSTALLED) ## the layers of the design, by import-linter
 	@$(BIN)/lint-imports --no-logo
@@ -47,6 +48,9 @@ contracts: $(INSTALLED) ## the layers of the design, by import-linter
 # Last in `make test`, so that the closing line of pytest is the last line.
 unit: $(INSTALLED) $(JUDGE) ## the tests, those judged by Megatron-Core included
 	@$(BIN)/python -m pytest -m "not deep and not chaos" --durations=10 $(ARGS)
+
+demo: $(INSTALLED) ## a training job: saved, damaged, killed in the middle of a save, resumed elsewhere
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 test-deep: $(INSTALLED) ## larger explorations and many more examples
 	@CKPT_TEST_PROFILE=deep $(BIN)/python -m pytest -m "not chaos and not megatron" --timeout 3600 $(ARGS)
