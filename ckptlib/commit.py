@@ -319,9 +319,7 @@ def decide_abort(
     )
 
 
-def check_records(
-    storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord]
-) -> ItemIndex:
+def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord]) -> ItemIndex:
     """W3: files present with their sizes, every tensor tiled exactly once, values agree.
 
     Returns:
@@ -418,9 +416,7 @@ def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[s
     return exports
 
 
-def roll_forward(
-    storage: st.Storage, path: str, *, may_write: Callable[[], bool] = lambda: True
-) -> SaveState | None:
+def roll_forward(storage: st.Storage, path: str, *, may_write: Callable[[], bool] = lambda: True) -> SaveState | None:
     """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
 
     ``metadata.json`` goes first and comes back last, so a foreign reader sees a whole checkpoint or none.
@@ -501,5 +497,3 @@ def _get(storage: st.Storage, where: str) -> bytes | None:
 
 def _manifest_url(storage: st.Storage, path: str, save_id: str) -> str:
     return storage.url(st.join(save_dir(path, save_id), MANIFEST))
-
-

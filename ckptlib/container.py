@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
+from typing import IO, cast
 
 import torch
 
@@ -61,7 +62,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     payload = tensor.numel() * tensor.element_size()
     sink = _SparseSink()
     with torch.serialization.skip_data():
-        torch.save(tensor, sink)
+        torch.save(tensor, cast(IO[bytes], sink))  # write, seek, tell, flush are all it calls
     return _split(sink, payload, f"{dtype} {list(shape)}")
 
 

@@ -9,6 +9,7 @@ On storage it is a binary sidecar: magic, a JSON header that lists the columns, 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ class ItemIndex:
             shapes.extend(first.global_shape)
             shape_ends.append(len(shapes))
             chunk_ends.append(len(chunk_files))
-        for one, two in zip(object_items, object_items[1:], strict=False):
+        for one, two in itertools.pairwise(object_items):
             if one.key == two.key:
                 raise StateError(f"object {one.key!r} is stored twice ({one.location.file}, {two.location.file})")
         columns = {
@@ -191,6 +192,16 @@ class ItemIndex:
     def tensors(self) -> Iterator[TensorInfo]:
         """Every tensor, by key."""
         return map(self.tensor, self.keys)
+
+    def keys_below(self, prefix: str) -> list[str]:
+        """The tensor keys that start with this text, sorted."""
+        low = bisect.bisect_left(self.keys, prefix)
+        high = bisect.bisect_left(self.keys, prefix + chr(0x10FFFF))
+        return self.keys[low:high]
+
+    def location(self, chunks: Chunks, i: int) -> Location:
+        """Location of chunk `i`."""
+        return _location(self.files[int(chunks.files[i])], chunks.locations[i])
 
     def chunks(self, key: str) -> Chunks:
         """The stored chunks of a tensor: views, nothing is copied. `KeyError` when it is not stored."""
@@ -236,9 +247,10 @@ class ItemIndex:
     def encode(self) -> bytes:
         """The binary sidecar."""
         columns = {name: np.ascontiguousarray(column, "<i8") for name, column in self._columns.items()}
-        table, offset = [], 0
+        table: list[tuple[str, list[int], int]] = []
+        offset = 0
         for name, column in columns.items():
-            table.append([name, list(column.shape), offset])
+            table.append((name, list(column.shape), offset))
             offset += -(-column.nbytes // 64) * 64
         header = json.dumps(
             {
@@ -294,9 +306,7 @@ class ItemIndex:
         return i
 
     def _object_at(self, i: int, key: str) -> ObjectItem:
-        location = _location(
-            self.files[int(self._columns["object_files"][i])], self._columns["object_locations"][i]
-        )
+        location = _location(self.files[int(self._columns["object_files"][i])], self._columns["object_locations"][i])
         return ObjectItem(key, bool(self._columns["object_wrapped"][i]), location)
 
     def _box_starts(self) -> Int64s:

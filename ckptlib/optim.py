@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import StateError
 
-
 Names = Mapping[int, tuple[str, str]]
 """id(parameter) -> its name inside its module, and the same with the module's place in the state before it."""
 
@@ -49,9 +48,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> 
     }
 
 
-def skeleton(
-    optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredTensors
-) -> dict[str, Any]:
+def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredTensors) -> dict[str, Any]:
     """A state to load into: what the optimizer has, and for parameters without state, tensors as the checkpoint has.
 
     A moment whose global shape is the parameter's is laid out like the parameter (a DTensor when that is one);
@@ -74,9 +71,7 @@ def skeleton(
     return state
 
 
-def load_named_state(
-    optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str
-) -> None:
+def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str) -> None:
     """Gives a filled `skeleton` to the optimizer.
 
     Groups are matched by position: the options come from the checkpoint, the members stay the optimizer's.

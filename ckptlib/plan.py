@@ -113,9 +113,7 @@ def make_write_plan(local_plans: Sequence[LocalPlan]) -> WritePlan:
         check_tiling(key, piece.global_shape, written.get(key, []))
     _assign_objects(local_plans, ranks)
     shared_values = _assign_values(local_plans, ranks)
-    plans = tuple(
-        RankPlan(tuple(sorted(r.tensors)), tuple(sorted(r.objects)), tuple(sorted(r.values))) for r in ranks
-    )
+    plans = tuple(RankPlan(tuple(sorted(r.tensors)), tuple(sorted(r.objects)), tuple(sorted(r.values))) for r in ranks)
     return WritePlan(plans, shared_values, _plan_digest(local_plans, plans, shared_values))
 
 
@@ -131,7 +129,7 @@ def _assign_shared(
         return (-local_plans[rank].tensors[i].nbytes, key, box.offset)
 
     for (key, box), holders in sorted(shared.items(), key=weight):
-        if box.volume == 0 and math.prod(local_plans[holders[0][0]].tensors[holders[0][1]].global_shape):
+        if box.volume == 0 and _elements(local_plans[holders[0][0]].tensors[holders[0][1]].global_shape):
             continue  # an empty shard of a tensor that has elements: nothing to write
         rank, i = min(holders, key=lambda holder: (ranks[holder[0]].nbytes, holder[0]))
         ranks[rank].tensors.append(i)
@@ -170,13 +168,12 @@ def _assign_values(local_plans: Sequence[LocalPlan], ranks: list[_Assignment]) -
     return tuple(sorted(key for key in first if all(key in local.values for local in local_plans)))
 
 
-def _plan_digest(
-    local_plans: Sequence[LocalPlan], plans: Sequence[RankPlan], shared_values: Sequence[str]
-) -> str:
+def _plan_digest(local_plans: Sequence[LocalPlan], plans: Sequence[RankPlan], shared_values: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for local, plan in zip(local_plans, plans, strict=True):
         pieces = [
-            [p.key, p.dtype, p.global_shape, p.box.offset, p.box.shape] for p in map(local.tensors.__getitem__, plan.tensors)
+            [p.key, p.dtype, p.global_shape, p.box.offset, p.box.shape]
+            for p in map(local.tensors.__getitem__, plan.tensors)
         ]
         digest.update(json.dumps([pieces, plan.objects, plan.values]).encode())
     digest.update(json.dumps(list(shared_values)).encode())
@@ -209,7 +206,7 @@ def check_tiling(key: str, global_shape: Sequence[int], boxes: Sequence[Box]) ->
                 f"tensor {key!r}: {one} and {two} would both be written; one of them is a copy and needs a "
                 "replica_id other than 0"
             )
-    covered, wanted = sum(box.volume for box in full), math.prod(global_shape)
+    covered, wanted = sum(box.volume for box in full), _elements(global_shape)
     if covered != wanted:
         raise TilingError(
             f"tensor {key!r}: {covered} of {wanted} elements would be written; no rank is the main replica "
@@ -321,6 +318,10 @@ def covers(chunks: Sequence[Box], shape: Sequence[int]) -> bool:
     except StateError:
         return False
     return True
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -169,7 +169,9 @@ class _Walker:
             case Mapping() if value:
                 for name, inner in value.items():
                     if not isinstance(name, str | int):
-                        raise StateError(f"{dotted(path)}: key {name!r} is a {type(name).__name__}, expected str or int")
+                        raise StateError(
+                            f"{dotted(path)}: key {name!r} is a {type(name).__name__}, expected str or int"
+                        )
                     self._walk((*path, name), inner, _item_setter(value, name))
             case list() | tuple() if _holds_tensors(value):
                 for i, inner in enumerate(value):
@@ -201,9 +203,7 @@ class _Walker:
             if any(placement.is_partial() for placement in tensor.placements):
                 raise StateError(f"tensor {key!r}: placement {tensor.placements} is a partial sum; reduce it first")
             local = tensor.to_local().detach()
-            shape, offset = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
+            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             box = Box(tuple(offset), tuple(shape))
             # torch gives an empty shard an offset past the end; any place will do for it.
             if box.volume == 0:
@@ -243,8 +243,12 @@ def dotted(path: Path) -> str:
 
 def leaf_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in order, as bytes: its own memory where it is contiguous and on the CPU."""
-    contiguous = tensor.detach().cpu().contiguous()
-    return memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())
+    return memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, as bytes."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a buffer
 
 
 def value_digest(value: Any) -> str:

@@ -114,4 +114,3 @@ def _write_tensor(stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: i
     stream.write(form.tail_with(crc32))
     location = Location(name, offset, form.length, offset + len(form.head), form.payload, crc32)
     return ChunkItem(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, location)
-

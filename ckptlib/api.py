@@ -1,0 +1,94 @@
+"""`save`: a checkpoint without a `Checkpointer` around it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from ckptlib import storage as st
+from ckptlib.checkpointer import numbers_of
+from ckptlib.coordination import new_group
+from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
+from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
+from ckptlib.saving import SaveRequest, SaveResult, run_save
+from ckptlib.state import flatten
+from ckptlib.topology import Topology
+
+
+def save(
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    iteration: int,
+    run: str | None = None,
+    topology: Topology | None = None,
+    semantic_type: SemanticType = "GLOBAL",
+    format: Format = "torch_dist",
+    io_mode: IoMode = "sync",
+    contents: Collection[str] | None = None,
+    kind: Kind = "persistent",
+    metrics: Mapping[str, float] | None = None,
+    progress: Mapping[str, float] | None = None,
+    on_exists: Literal["error", "replace"] = "error",
+    single_writer: bool = False,
+    timeout: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveResult:
+    """Writes and commits one checkpoint at `url`; nothing outside `url` is touched.
+
+    Collective under `torch.distributed`, on the ranks of the default group. A bare save is its own attempt: it is not
+    fenced by a run's attempts, and a copied iteration directory is a complete checkpoint.
+
+    Args:
+        state: nested dict of tensors, DTensors, `ShardedTensor`, `ShardedObject`, `LocalNonpersistentObject`, objects
+            with `state_dict`, optimizers, and plain values.
+        url: the iteration directory: a path, or any URL that fsspec knows.
+        iteration: 0 or more.
+        contents: top-level names of `state` to save; None: all.
+        on_exists: ``replace`` supersedes a checkpoint that is already committed at `url`, once this one is committed.
+        single_writer: vouches that nobody else writes to `url`, for storages without exclusive creation.
+        timeout: seconds that a rank waits for another.
+
+    Raises:
+        UnsupportedError: this combination of semantic type, format and io mode is not supported.
+        CheckpointExistsError: W9; nothing was written.
+        StateError: the state cannot be saved; names the tensor or path.
+        SaveAbortedError, RankFailedError, RankTimeoutError: the save failed; an older checkpoint is unharmed.
+        OSError: the storage failed.
+    """
+    if (semantic_type, format, io_mode) != ("GLOBAL", "torch_dist", "sync"):
+        raise UnsupportedError(
+            f"semantic_type={semantic_type!r} with format={format!r} and io_mode={io_mode!r} is not supported; "
+            "the nearest is GLOBAL with torch_dist, sync"
+        )
+    if run is not None and not isinstance(run, str):
+        raise StateError(f"run {run!r}: expected a string")
+    storage, path = st.resolve(url, storage_options, single_writer=single_writer)
+    if not (storage.capabilities.exclusive_create or single_writer):
+        raise ExclusiveCreateError(
+            f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
+            "Pass single_writer=True if you are sure that only this job writes here."
+        )
+    tree = {name: part for name, part in state.items() if contents is None or name in contents}
+    begin = Begin(
+        save_id="",
+        run=run,
+        attempt=0,
+        attempt_id=uuid.uuid4().hex,
+        iteration=iteration,
+        world_size=1,
+        plan_digest="",
+        kind=kind,
+        semantic_type=semantic_type,
+        format=format,
+        io_mode=io_mode,
+        topology=topology,
+        contents=tuple(sorted(tree)),
+        progress=numbers_of("progress", progress or {}),
+        metrics=numbers_of("metrics", metrics or {}),
+    )
+    result, _, _ = run_save(
+        new_group(timeout=timeout, name="bare"), SaveRequest(storage, path, begin, flatten(tree), on_exists)
+    )
+    return result

@@ -1,0 +1,475 @@
+"""The facade a trainer holds: one per process, on every rank.
+
+Construction is the start of an *attempt* (W8): the attempt file is created, what older attempts left undecided is
+settled, and only then may `restore` choose a resume point.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptlib import commit, resume, rng, roots
+from ckptlib import storage as st
+from ckptlib.coordination import Group, lead, new_group
+from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
+from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
+from ckptlib.manifest import Begin, Decision, Kind
+from ckptlib.reader import LoadReport, Strict, load_source
+from ckptlib.saving import SaveRequest, SaveResult, run_save
+from ckptlib.sharding import ShardedObject
+from ckptlib.source import Source, open_source
+from ckptlib.state import flatten
+from ckptlib.topology import Topology
+
+log = logging.getLogger("ckptlib")
+
+TrackerMode = Literal["committed", "verified"]
+
+RERUN_KEY = "rerun_state_machine_state"
+CHECKPOINT_VERSION = 3.0
+"""Megatron's version of the common state: 3.0 since TP and PP sizes are checked on load."""
+
+_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "release")
+
+_OWN_KEYS = frozenset(
+    {"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args", "content_metadata"}
+)
+_OWN_PREFIXES = (f"{rng.KEY}/", f"{rng.KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpointer.restore` did.
+
+    Attributes:
+        found: False: there was nothing, the run starts from its own initial state.
+        iteration: of the checkpoint; 0 when nothing was found.
+        progress: the numbers given to `save`: consumed samples, lr, flops, ...
+        args: the arguments that were saved, or None.
+        rerun_state: the rerun state machine's state; None when none was saved or the topology changed.
+        reason: why this checkpoint.
+    """
+
+    found: bool
+    iteration: int = 0
+    url: str | None = None
+    save_id: str | None = None
+    progress: Mapping[str, float] = field(default_factory=dict)
+    args: Any = None
+    rerun_state: Any = None
+    reason: str = ""
+    report: LoadReport | None = None
+
+
+class Checkpointer:
+    """Saves and restores one run.
+
+    Args:
+        root: the run's directory; one run per root.
+        run: its name; any printable text.
+        topology: parallel sizes; their product must be the world size. None: unknown.
+        resolver: who decides what to resume from (`catalog.ResumeResolver`: the newest verified). None: the newest
+            committed on storage.
+        listeners: told of attempts and commits, on rank 0 (`catalog.Recorder`).
+        save_interval: `step` saves when the iteration is a multiple of it.
+        contents: names of the state's parts to save, plus ``rng``; None: everything.
+        tracker: ``committed``: this process moves the tracker file after each commit; ``verified``: whoever verifies
+            does, so that a reader of the tracker never sees an unverified checkpoint.
+        rng_tracker: RNG states beside the global ones.
+        single_writer: vouches that nobody else writes to this root, for storages without exclusive creation.
+        timeout: seconds that a rank waits for another.
+        settle_wait: seconds that construction waits for an older attempt's last save to become complete.
+        on_event: called with each `Notice`.
+        storage_options: for fsspec.
+
+    Raises:
+        StorageUnavailableError: the root belongs to another run.
+        ExclusiveCreateError: W4.
+        StateError: the topology does not fit the world size, or the run name is unusable.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        run: str,
+        topology: Topology | None = None,
+        resolver: Resolver | None = None,
+        listeners: Sequence[CommitListener] = (),
+        save_interval: int | None = None,
+        contents: Collection[str] | None = None,
+        tracker: TrackerMode = "committed",
+        rng_tracker: rng.RngTracker | None = None,
+        single_writer: bool = False,
+        timeout: float = 600.0,
+        settle_wait: float = 0.0,
+        on_event: NoticeHandler | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        roots.check_run_name(run)
+        if save_interval is not None and save_interval < 1:
+            raise StateError(f"save_interval {save_interval}: expected at least 1 iteration")
+        if tracker not in ("committed", "verified"):
+            raise StateError(f"tracker {tracker!r}: expected 'committed' or 'verified'")
+        self.run = run
+        self.topology = topology
+        self._group: Group = new_group(timeout=timeout)
+        if topology is not None and topology.world_size != self._group.world_size:
+            raise StateError(
+                f"topology {topology} has {topology.world_size} ranks, torch.distributed has {self._group.world_size}"
+            )
+        self._storage, self._root = st.resolve(root, storage_options, single_writer=single_writer)
+        self._storage_options = storage_options
+        self._resolver = resolver
+        self._listeners = tuple(listeners) if self._group.rank == 0 else ()
+        self._save_interval = save_interval
+        self._contents = None if contents is None else frozenset(contents)
+        self._tracker = tracker
+        self._rng_tracker = rng_tracker
+        self._on_event = on_event
+        self._parent: str | None = None
+        self._newest_saved = -1
+        self._announced = False
+        self._closed = False
+        if not (self._storage.capabilities.exclusive_create or single_writer):
+            raise ExclusiveCreateError(
+                f"{root}: {self._storage.capabilities.name} cannot create a file exclusively, so two attempts could "
+                "both commit. Pass single_writer=True if you are sure that only this job writes here."
+            )
+        self._group.next_round()
+        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait))
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt, from 1."""
+        return self._attempt.number
+
+    @property
+    def root(self) -> str:
+        """The run's directory."""
+        return self._storage.url(self._root)
+
+    # --- restore ------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        missing: Literal["error", "start"] = "error",
+        at: int | None = None,
+        contents: Collection[str] | None = None,
+        strict: Strict = "error",
+        verify: str | None = None,
+    ) -> Restored:
+        """Fills `state` from the resume point. Collective.
+
+        Args:
+            missing: when the run has no checkpoint at all: ``error`` raises, ``start`` returns ``found=False``.
+                Candidates that are not eligible always raise: never silently random weights.
+            at: exactly this iteration (R6).
+            contents: parts of `state` to restore, plus ``rng``; None: everything.
+            strict, verify: as for `ckptlib.load`.
+
+        Raises:
+            NoResumePointError: nothing to resume from.
+            CkptError: as `ckptlib.load`.
+        """
+        self._check_open()
+        if missing not in ("error", "start"):
+            raise StateError(f"missing={missing!r}: expected 'error' or 'start'")
+        self._group.next_round()
+        chosen = lead(self._group, "resume", lambda: self._choose(at))
+        if chosen is None:
+            if missing == "error" or at is not None:
+                wanted = "no checkpoint" if at is None else f"no committed checkpoint of iteration {at}"
+                raise NoResumePointError(
+                    f'{self.root}: {wanted}. Pass missing="start" to begin a new run from its initial state.'
+                )
+            self._announce()
+            return Restored(found=False, reason="the run has no checkpoint")
+        choice, check = chosen
+        source = open_source(choice.url, save_id=choice.save_id, storage_options=self._storage_options)
+        restored = self._fill(state, source, choice.iteration, contents, strict, verify or check)
+        self._parent = choice.save_id
+        self._announce()
+        return Restored(**{**vars(restored), "reason": choice.reason})
+
+    def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
+        """The resume point, and the verification it still needs before it may be trusted."""
+        if self._resolver is None:
+            found = roots.newest_committed(self._storage, self._root, at=at)
+            return None if found is None else (resume.choice_of(found, "newest committed on storage"), None)
+        try:
+            choice = self._resolver.resolve(run=self.run, root_url=self.root, at=at)
+        except NoResumePointError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a catalog raises
+            # S4: a dead catalog must not keep a job from resuming; what it would have told is checked here instead.
+            emit(self._on_event, Notice("resolver_failed", f"{type(error).__name__}: {error}; asking storage"))
+            choice = None
+        if choice is not None:
+            return choice, None
+        verified = resume.newest_verifying(self._storage, self._root, at, self._on_event)
+        return None if verified is None else (verified, None)
+
+    def _fill(
+        self,
+        state: dict[str, Any],
+        source: Source,
+        iteration: int,
+        contents: Collection[str] | None,
+        strict: Strict,
+        verify: str | None,
+    ) -> Restored:
+        wanted = {name: part for name, part in state.items() if contents is None or name in contents}
+        stored = resume.StoredExtras(source)
+        skipped = tuple(f"{name}." for name in state if name not in wanted)
+
+        def ignore(key: str) -> bool:
+            left_out = contents is not None and (key.startswith(skipped) or f"{key}." in skipped)
+            return key in _OWN_KEYS or key.startswith(_OWN_PREFIXES) or left_out
+
+        report = load_source(wanted, source, strict, verify, ignore)
+        if contents is None or "rng" in contents:
+            self._restore_rng(source)
+        begin = None if source.manifest is None else source.manifest.begin
+        same = begin is not None and (begin.topology, begin.world_size) == (self.topology, self._group.world_size)
+        rerun = stored.cell(RERUN_KEY, (self._group.world_size,), (self._group.rank,)) if same else None
+        if not same and stored.has_grid(RERUN_KEY):
+            emit(self._on_event, Notice("rerun_state_dropped", f"{source.url}: the topology changed"))
+        return Restored(
+            found=True,
+            iteration=iteration,
+            url=source.url,
+            save_id=source.save_id,
+            progress=stored.progress(),
+            args=stored.value("args"),
+            rerun_state=rerun,
+            report=report,
+        )
+
+    def _restore_rng(self, source: Source) -> None:
+        """This rank's own state when it exists and means the same place; else a recorded, deterministic re-seed."""
+        stored = resume.StoredExtras(source)
+        rank, world_size = self._group.rank, self._group.world_size
+        begin = None if source.manifest is None else source.manifest.begin
+        same = begin is not None and (begin.topology, begin.world_size) == (self.topology, world_size)
+        own = stored.cell(rng.KEY_BY_RANK, (world_size,), (rank,)) if same else None
+        if own is not None:
+            rng.restore(own, self._rng_tracker)
+            return
+        first = stored.first_rng()
+        if first is None:
+            emit(self._on_event, Notice("rng_absent", f"{source.url}: no RNG state is stored; it stays as it is"))
+            return
+        seed = rng.reseed(first, rank)
+        emit(
+            self._on_event,
+            Notice(
+                "rng_reseeded",
+                f"{source.url}: saved on another topology; rank {rank} was seeded from the saved state",
+                {"rank": rank, "seed": seed},
+            ),
+        )
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def step(self, state: dict[str, Any], *, iteration: int, **options: Any) -> SaveResult | None:
+        """Saves when the interval says so; call it at the end of every iteration. `options` are those of `save`."""
+        if self._save_interval is None or iteration % self._save_interval:
+            return None
+        return self.save(state, iteration=iteration, **options)
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        iteration: int,
+        progress: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        args: Any = None,
+        rerun_state: Any = None,
+        kind: Kind = "persistent",
+        contents: Collection[str] | None = None,
+        on_exists: Literal["error", "replace"] = "error",
+    ) -> SaveResult:
+        """Saves and commits. Collective; returns when the checkpoint exists.
+
+        Args:
+            state: parts by name; see `ckptlib.save`.
+            progress: numbers that a resume needs: ``consumed_samples``, ``lr``, ``flops``, ...
+            metrics: numbers that a person or a retention policy wants; may be NaN.
+            args: plain arguments, recorded with the checkpoint.
+            rerun_state: this rank's rerun state; dropped on a resume with another topology.
+            contents: parts of `state` to save, plus ``rng``; None: those given at construction.
+
+        Raises:
+            CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
+        """
+        self._check_open()
+        if kind not in _KINDS:
+            raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+        chosen = self._contents if contents is None else frozenset(contents)
+        tree: dict[str, Any] = {name: part for name, part in state.items() if chosen is None or name in chosen}
+        clash = sorted(set(tree) & (_OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
+        if clash:
+            raise StateError(f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it")
+        names = {*tree}
+        rank, world_size = self._group.rank, self._group.world_size
+        numbers = numbers_of("progress", progress or {})
+        tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}
+        if "flops" in numbers:
+            tree["num_floating_point_operations_so_far"] = numbers["flops"]
+        if args is not None:
+            tree["args"] = args
+            names.add("args")
+        if rerun_state is not None:
+            tree[RERUN_KEY] = ShardedObject(RERUN_KEY, rerun_state, (world_size,), (rank,))
+            names.add("rerun_state")
+        if chosen is None or "rng" in chosen:
+            tree |= rng.sharded(rng.capture(self._rng_tracker), rank, world_size, self.topology)
+            names.add("rng")
+        path = roots.iteration_path(self._root, iteration, kind)
+        begin = Begin(
+            save_id="",
+            run=self.run,
+            attempt=self.attempt,
+            attempt_id=self._attempt.attempt_id,
+            iteration=iteration,
+            world_size=world_size,
+            plan_digest="",
+            kind=kind,
+            topology=self.topology,
+            contents=tuple(sorted(names)),
+            progress=numbers,
+            metrics=numbers_of("metrics", metrics or {}),
+            parent=self._parent,
+        )
+        request = SaveRequest(
+            self._storage,
+            path,
+            begin,
+            flatten(tree),
+            on_exists,
+            lambda: roots.newest_attempt(self._storage, self._root),
+        )
+        result, decision, begin = run_save(self._group, request)
+        if rank == 0:
+            self._after_commit(path, begin, decision)
+        self._parent = begin.save_id
+        return result
+
+    def poll(self) -> None:
+        """Looks after background work; synchronous saves leave none."""
+        self._check_open()
+
+    def drain(self, timeout: float = 30.0) -> None:
+        """Hands what listeners still hold to where it belongs, within `timeout` seconds."""
+        for listener in self._listeners:
+            listener.close(timeout)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Ends this attempt's use of the checkpointer; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.drain(timeout)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- internals ----------------------------------------------------------------------------------------------------
+
+    def _open(self, settle_wait: float) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
+        identity = roots.open_root(self._storage, self._root, self.run)
+        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology)
+        for line in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
+            emit(self._on_event, Notice("settled", line))
+        if self._tracker == "committed":
+            roots.write_tracker(self._storage, self._root, may_write=lambda: not self._fenced(attempt.number))
+        return identity, attempt
+
+    def _after_commit(self, path: str, begin: Begin, decision: Decision) -> None:
+        """W6: tracker, listeners; after reading back. None of it can fail the training."""
+        try:
+            save = commit.read_save(self._storage, path, begin.save_id)
+            manifest = commit.read_manifest(self._storage, path, save)
+            self._announce()
+            if self._tracker == "committed":
+                self._move_tracker(begin)
+            event = CommitEvent(
+                url=self._storage.url(path),
+                root_url=self.root,
+                root_id=self._identity.root_id,
+                manifest=manifest,
+                manifest_sha256=decision.manifest_sha256 or "",
+                decision=decision,
+            )
+        except (OSError, CkptError):
+            log.exception("%s: committed; telling others failed", self._storage.url(path))
+            return
+        for listener in self._listeners:
+            listener.committed(event)
+
+    def _move_tracker(self, begin: Begin) -> None:
+        """Forward within this attempt only; a release or an earlier iteration leaves it."""
+        directory = self._root if begin.kind == "persistent" else st.join(self._root, roots.NON_PERSISTENT)
+        if begin.kind == "release" or (begin.kind == "persistent" and begin.iteration < self._newest_saved):
+            return
+        if begin.kind == "persistent":
+            self._newest_saved = begin.iteration
+        if not self._fenced(self.attempt):
+            self._storage.put(st.join(directory, roots.TRACKER), str(begin.iteration).encode())
+
+    def _fenced(self, attempt: int) -> bool:
+        return roots.newest_attempt(self._storage, self._root) > attempt
+
+    def _announce(self) -> None:
+        """Tells listeners of this attempt once, when it is known what it resumed from."""
+        if self._announced:
+            return
+        self._announced = True
+        event = AttemptEvent(
+            run=self.run,
+            root_url=self.root,
+            root_id=self._identity.root_id,
+            attempt=self.attempt,
+            attempt_id=self._attempt.attempt_id,
+            topology=self.topology,
+            resumed_from=self._parent,
+            host=self._attempt.host,
+            pid=self._attempt.pid,
+            started_at=self._attempt.started_at,
+        )
+        for listener in self._listeners:
+            listener.attempt_started(event)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this Checkpointer is closed")
+
+
+def numbers_of(what: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Checks user numbers; NaN and infinities are values.
+
+    Raises:
+        StateError: names the one that is no number.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        try:
+            if isinstance(value, bool | str):
+                raise TypeError
+            try:
+                numbers[name] = operator.index(value)  # whole numbers stay exact
+            except TypeError:
+                numbers[name] = float(value)  # NumPy and torch scalars too
+        except (TypeError, ValueError) as error:
+            raise StateError(f"{what} {name!r}: expected a number, got {value!r}") from error
+    return numbers

@@ -1,0 +1,260 @@
+"""How ranks agree: small messages over the job's key-value store, never a collective.
+
+Messages go through the store that `torch.distributed` was initialised with (a TCPStore under torchrun), so a save
+shares no process group with the training loop: nothing can interleave with a user's barrier, and no message
+touches a GPU. Every wait has a deadline and names the ranks that did not answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch._C._distributed_c10d import Store
+
+from ckptlib.errors import CkptError, CoordinationError, RankFailedError, RankTimeoutError
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+
+
+class Group(Protocol):
+    """The ranks that save together."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """Collects one value from each rank, in order; the list on rank 0, None elsewhere."""
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+
+    def next_round(self) -> None:
+        """Begins a new operation: names may repeat after it. Every rank calls it once per operation."""
+
+
+class SoloGroup:
+    """One process, no `torch.distributed`."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """A list of one."""
+        return [value]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """The value itself."""
+        return value
+
+    def next_round(self) -> None:
+        """Nothing to separate."""
+
+
+class StoreGroup:
+    """Ranks that share a `torch.distributed.Store`.
+
+    Args:
+        store: the store; keys are put under `prefix`.
+        timeout: seconds that any wait may take.
+        prefix: separates users of the same store; equal on all ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, timeout: float, prefix: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = PrefixStore(prefix, store)
+        self._timeout = timeout
+        self._round = 0
+        self._old_keys: list[str] = []
+        self._keys: list[str] = []
+
+    def next_round(self) -> None:
+        """Begins a new operation and drops this rank's messages of the one before the last.
+
+        Whoever begins operation n has finished n-1, but a slow peer may still be reading n-1; everybody has left n-2.
+        """
+        for key in self._old_keys:
+            try:
+                self._store.delete_key(key)
+            except RuntimeError:  # a store without deletion (FileStore prefix): the keys are tiny
+                break
+        self._old_keys, self._keys = self._keys, []
+        self._round += 1
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """See `Group`.
+
+        Raises:
+            RankTimeoutError: names the ranks that did not send in time.
+        """
+        if self.rank != 0:
+            self._set(f"{name}/{self.rank}", value)
+            return None
+        values = {0: value}
+        deadline = time.monotonic() + self._timeout
+        waiting = list(range(1, self.world_size))
+        while waiting:
+            arrived = [rank for rank in waiting if self._check(f"{name}/{rank}")]
+            for rank in arrived:
+                values[rank] = self._get(f"{name}/{rank}")
+            waiting = [rank for rank in waiting if rank not in values]
+            if not waiting:
+                break
+            if not arrived and not self._wait(f"{name}/{waiting[0]}", deadline) and time.monotonic() >= deadline:
+                raise RankTimeoutError(
+                    f"{name}: no answer from rank {', '.join(map(str, waiting))} within {self._timeout:g} s. "
+                    "It died, hangs, or does not take part in this operation.",
+                    ranks=waiting,
+                )
+        return [values[rank] for rank in range(self.world_size)]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """See `Group`.
+
+        Raises:
+            RankTimeoutError: rank 0 did not send in time.
+        """
+        if self.rank == 0:
+            self._set(name, value)
+            return value
+        # Rank 0 may itself wait one whole timeout for others before it can answer.
+        deadline = time.monotonic() + 2 * self._timeout
+        while not self._wait(name, deadline):
+            if time.monotonic() >= deadline:
+                raise RankTimeoutError(
+                    f"{name}: no answer from rank 0 within {2 * self._timeout:g} s. It died or hangs.", ranks=[0]
+                )
+        return self._get(name)
+
+    def _set(self, name: str, value: Any) -> None:
+        key = f"{self._round}/{name}"
+        self._keys.append(key)
+        payload = pickle.dumps(value)
+        self._guard(lambda: self._store.set(key, payload))  # type: ignore[arg-type]  # takes bytes too
+
+    def _get(self, name: str) -> Any:
+        # Trusted: the store is the job's own, as trusted as its process group.
+        return pickle.loads(self._guard(lambda: self._store.get(f"{self._round}/{name}")))  # noqa: S301
+
+    def _check(self, name: str) -> bool:
+        return self._guard(lambda: self._store.check([f"{self._round}/{name}"]))
+
+    def _wait(self, name: str, deadline: float) -> bool:
+        """Waits a short while, so that a signal or a deadline is noticed."""
+        seconds = max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))
+        try:
+            self._store.wait([f"{self._round}/{name}"], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        except (dist.DistNetworkError, ConnectionError) as error:
+            raise CoordinationError(_LOST.format(error)) from error
+        return True
+
+    def _guard(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
+            raise CoordinationError(_LOST.format(error)) from error
+
+
+_LOST = "the job's store is gone ({}): the process that hosts it (rank 0, or the launcher's agent) died"
+
+
+def new_group(*, timeout: float, name: str | None = None) -> Group:
+    """All ranks of the initialised default process group, else this process alone.
+
+    Args:
+        name: equal on all ranks; groups of the same name and store are one and keep their message rounds.
+            None: a fresh name, by the number of groups made so far, which is equal on all ranks of one program.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return SoloGroup()
+    store = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if name is None:
+        return StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{next(_group_numbers)}")
+    known = _groups.get(name)
+    if known is None or known[0] is not store:
+        known = _groups[name] = (store, StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{name}"))
+    return known[1]
+
+
+_group_numbers = itertools.count()
+_groups: dict[str, tuple[Store, StoreGroup]] = {}
+
+
+def agree(group: Group, name: str, work: Callable[[], T]) -> list[T] | None:
+    """Every rank does its part; if any fails, all fail, each with every failed rank's cause.
+
+    Returns:
+        The results of all ranks on rank 0, None elsewhere.
+
+    Raises:
+        RankFailedError: on every rank, when a rank failed (the failed rank raises its own error).
+        RankTimeoutError: on every rank, when a rank did not answer; names it.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as caught:  # noqa: BLE001 - it is raised again, once the others know
+        error = caught
+    answer = (result, None if error is None else f"{type(error).__name__}: {error}")
+    verdict: Any = None
+    if group.rank == 0:
+        verdict = _judge(group, name, answer)
+    outcome = group.broadcast(f"{name}/verdict", None if verdict is None else verdict[1])
+    if error is not None:
+        raise error
+    if outcome is not None:
+        raise outcome
+    if group.rank != 0:
+        return None
+    return [result for result, _ in verdict[0]]
+
+
+def _judge(group: Group, name: str, answer: Any) -> tuple[Sequence[Any], CkptError | None]:
+    try:
+        answers = group.gather(name, answer)
+    except RankTimeoutError as timeout:
+        return [], timeout
+    assert answers is not None
+    causes = {rank: cause for rank, (_, cause) in enumerate(answers) if cause is not None}
+    if not causes:
+        return answers, None
+    text = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+    return [], RankFailedError(f"{name} failed on {len(causes)} of {group.world_size} ranks: {text}", causes=causes)
+
+
+def lead(group: Group, name: str, work: Callable[[], T]) -> T:
+    """Rank 0 works, all get its result or its error."""
+    if group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            group.broadcast(name, (None, _portable(error)))
+            raise
+        group.broadcast(name, (result, None))
+        return result
+    received, failure = group.broadcast(name)
+    if failure is not None:
+        raise failure
+    return cast(T, received)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that survives pickling: our own as they are, others by their text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - an error that cannot travel is told by its text
+        return RankFailedError(f"rank 0: {type(error).__name__}: {error}", causes={0: str(error)})
+    return error

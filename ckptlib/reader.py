@@ -1,0 +1,314 @@
+"""Loads: exactly the bytes that are needed, straight into the tensors where the layout allows (R3, R4).
+
+Everything that can be refused is refused before a tensor is touched: shapes, dtypes, coverage, missing keys, objects
+that do not unpickle. What can still fail then is the reading itself; the error says which tensors had changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from isal import isal_zlib
+
+from ckptlib import storage as st
+from ckptlib.errors import (
+    CkptError,
+    DtypeMismatchError,
+    IntegrityError,
+    KeyMismatchError,
+    LoadIncompleteError,
+    ShapeMismatchError,
+    StateError,
+    TilingError,
+)
+from ckptlib.index import UNKNOWN, ItemIndex, Location
+from ckptlib.plan import ReadPiece, contiguous_runs, intersect_chunks, missing_elements
+from ckptlib.sharding import Box
+from ckptlib.source import Source, open_source
+from ckptlib.state import FlatState, TensorLeaf, dtype_of, flatten, memory_of
+
+log = logging.getLogger("ckptlib")
+
+Strict = Literal["error", "warn", "return"]
+
+
+@dataclass
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        missing: requested, not in the checkpoint: left as they were.
+        unexpected: in the checkpoint, not requested.
+        bytes_needed: payload bytes of the requested boxes that are stored.
+        bytes_read: payload bytes read from storage.
+        requests: contiguous ranges that were read for tensors.
+        seconds: wall time.
+    """
+
+    url: str
+    save_id: str | None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+
+
+def load(
+    state: dict[str, Any],
+    url: str,
+    *,
+    strict: Strict = "error",
+    verify: str | None = None,
+    save_id: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Fills `state` in place from the checkpoint at `url`.
+
+    Args:
+        state: the tree to fill, as for `save`; tensors say what is wanted by their place, shape and dtype.
+        url: the iteration directory.
+        strict: what missing and unexpected keys do: ``error`` raises on either; ``warn`` logs; ``return`` only reports.
+        verify: ``"data"`` checks the digest of every file before anything is read.
+        save_id: which save of the directory; None: the newest committed.
+
+    Raises:
+        NotACheckpointError, UncommittedError: nothing to load.
+        KeyMismatchError, ShapeMismatchError, DtypeMismatchError, TilingError: R4; nothing was changed.
+        IntegrityError: bytes are not what was recorded; nothing was changed.
+        LoadIncompleteError: reading failed after tensors had changed; names them.
+    """
+    return load_source(state, open_source(url, save_id=save_id, storage_options=storage_options), strict, verify)
+
+
+def load_source(
+    state: dict[str, Any],
+    source: Source,
+    strict: Strict = "error",
+    verify: str | None = None,
+    ignore: Callable[[str], bool] = lambda key: False,
+) -> LoadReport:
+    """`load` from an opened checkpoint. `ignore` names stored keys that are not unexpected."""
+    started = time.perf_counter()
+    if strict not in ("error", "warn", "return"):
+        raise StateError(f"strict={strict!r}: expected 'error', 'warn' or 'return'")
+    flat = flatten(state, stored_tensors=source)
+    report = LoadReport(source.url, source.save_id)
+    _compare_keys(source, flat, strict, report, ignore)
+    absent = set(report.missing)
+    reads = [
+        read for leaf in flat.tensors if leaf.key not in absent for read in _plan_leaf(source.index, leaf, source.url)
+    ]
+    if verify is not None:
+        _verify_first(source, verify)
+    objects = {leaf.key: source.read_object(leaf.key) for leaf in flat.objects if leaf.key not in absent}
+    values = {leaf.key: source.read_object(leaf.key) for leaf in flat.values if leaf.key not in absent}
+    _execute(source, reads, report)
+    for leaf in flat.objects:
+        if leaf.key in objects:
+            leaf.assign(objects[leaf.key])
+    for value_leaf in flat.values:
+        if value_leaf.key in values:
+            value_leaf.assign(values[value_leaf.key])
+    for finish in flat.finishers:
+        finish()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def read(
+    url: str,
+    keys: Collection[str] | None = None,
+    *,
+    save_id: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Whole global tensors, without a skeleton to fill.
+
+    Args:
+        keys: which; None: all tensors of the checkpoint.
+
+    Raises:
+        KeyMismatchError: a key is not in the checkpoint.
+    """
+    source = open_source(url, save_id=save_id, storage_options=storage_options)
+    unknown = [key for key in keys or () if key not in source.index]
+    if unknown:
+        raise KeyMismatchError(f"{source.url}: no tensor {', '.join(map(repr, unknown[:8]))}", missing=unknown)
+    out = {}
+    reads = []
+    for key in source.index.keys if keys is None else keys:
+        info = source.index.tensor(key)
+        out[key] = torch.empty(info.shape, dtype=dtype_of(info.dtype))
+        reads += list(
+            _plan_leaf(source.index, TensorLeaf(key, out[key], info.shape, Box.whole(info.shape)), source.url)
+        )
+    _execute(source, reads, LoadReport(source.url, source.save_id))
+    return out
+
+
+def _compare_keys(
+    source: Source, flat: FlatState, strict: Strict, report: LoadReport, ignore: Callable[[str], bool]
+) -> None:
+    index = source.index
+    tensors = {leaf.key for leaf in flat.tensors}
+    objects = {leaf.key for leaf in flat.objects} | {leaf.key for leaf in flat.values}
+    report.missing = sorted(
+        {key for key in tensors if key not in index} | {k for k in objects if not index.has_object(k)}
+    )
+    report.unexpected = [
+        key for key in sorted({*index.keys, *index.object_keys} - tensors - objects) if not ignore(key)
+    ]
+    if not (report.missing or report.unexpected):
+        return
+    text = f"{source.url}: " + "; ".join(
+        f"{len(keys)} {what} ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
+        for what, keys in (("missing in the checkpoint", report.missing), ("not requested", report.unexpected))
+        if keys
+    )
+    note = _unmerged_optimizer(source, report.missing)
+    if strict == "error":
+        raise KeyMismatchError(
+            f'{text}. {note or "Nothing was loaded."} strict="warn" or "return" loads what both sides have.',
+            missing=report.missing,
+            unexpected=report.unexpected,
+        )
+    if strict == "warn":
+        log.warning("%s %s", text, note)
+
+
+def _unmerged_optimizer(source: Source, missing: Collection[str]) -> str:
+    """Why optimizer state in model space cannot be had from a checkpoint that keeps it in flat buffers."""
+    if source.manifest is not None or not any(key.startswith("optimizer.") for key in missing):
+        return ""
+    from ckptlib.formats import torch_dist
+
+    form = torch_dist.optimizer_form(source.index, torch_dist.read_common(source.storage, source.path))
+    return f"Its optimizer state is stored as {form}: convert the checkpoint first." if form else ""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One stored chunk's part of one leaf."""
+
+    leaf: TensorLeaf
+    piece: ReadPiece
+    location: Location
+    chunk_shape: tuple[int, ...]
+
+
+def _plan_leaf(index: ItemIndex, leaf: TensorLeaf, url: str) -> Iterator[_Read]:
+    """The reads that fill one leaf; checks R4 for it."""
+    info = index.tensor(leaf.key)
+    same_rank = len(info.shape) == len(leaf.global_shape)
+    if info.shape != leaf.global_shape and not (leaf.allow_shape_mismatch and same_rank):
+        raise ShapeMismatchError(
+            f"tensor {leaf.key!r}: {url} holds the global shape {info.shape}, the state wants {leaf.global_shape}"
+        )
+    if info.dtype != leaf.dtype:
+        raise DtypeMismatchError(
+            f"tensor {leaf.key!r}: {url} holds {info.dtype}, the state wants {leaf.dtype}. Nothing was converted."
+        )
+    chunks = index.chunks(leaf.key)
+    pieces = list(intersect_chunks(leaf.box, chunks.offsets, chunks.shapes))
+    stored = leaf.box.intersect(Box.whole(info.shape)) if info.shape != leaf.global_shape else leaf.box
+    lacking = 0 if stored is None else missing_elements(stored, pieces)
+    if lacking:
+        raise TilingError(f"tensor {leaf.key!r}: {url} has no chunk for {lacking} elements of {leaf.box}")
+    for piece in pieces:
+        yield _Read(leaf, piece, index.location(chunks, piece.chunk), chunks.box(piece.chunk).shape)
+
+
+def _verify_first(source: Source, level: str) -> None:
+    from ckptlib.verify import verify as verify_checkpoint
+
+    result = verify_checkpoint(source.url, level=level, save_id=source.save_id)
+    if not result.ok:
+        raise IntegrityError(f"{source.url}: verification failed, nothing was loaded: {'; '.join(result.problems)}")
+
+
+def _execute(source: Source, reads: list[_Read], report: LoadReport) -> None:
+    """Reads file by file, in file order."""
+    changed: dict[str, None] = {}
+    reads.sort(key=lambda read: (read.location.file, read.location.offset))
+    try:
+        zeroed: set[int] = set()
+        for read in reads:
+            leaf = read.leaf
+            if leaf.allow_shape_mismatch and id(leaf) not in zeroed:
+                zeroed.add(id(leaf))
+                changed[leaf.key] = None
+                leaf.tensor.zero_()  # rows that the stored vocabulary does not have
+            _read_piece(source, read, report, changed)
+    except (OSError, CkptError) as error:
+        if not changed:
+            raise
+        names = list(changed)
+        failure = LoadIncompleteError(
+            f"{source.url}: the load failed after {len(names)} tensors had been changed "
+            f"({', '.join(names[:5])}{', …' if len(names) > 5 else ''}): {error}. Load again, or from elsewhere.",
+            changed=names,
+        )
+        failure.exit_code = error.exit_code if isinstance(error, CkptError) else 1
+        raise failure from error
+
+
+def _read_piece(source: Source, read: _Read, report: LoadReport, changed: dict[str, None]) -> None:
+    leaf, piece = read.leaf, read.piece
+    location = source.locate(read.location)
+    target = _as_box(leaf)
+    itemsize = target.element_size()
+    direct = target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+    runs = contiguous_runs(
+        piece.source, read.chunk_shape, target.shape if direct else piece.source.shape,
+        piece.target.offset if direct else (0,) * len(piece.source.shape),
+    )  # fmt: skip
+    if direct and len(runs[0]) > 1 and piece.whole:
+        # Whole chunk, scattered destination: one request and one copy beat many small reads, and its CRC is checked.
+        direct = False
+        runs = contiguous_runs(piece.source, read.chunk_shape, piece.source.shape, (0,) * len(piece.source.shape))
+    scratch = target if direct else torch.empty(piece.source.shape, dtype=target.dtype)
+    buffer = memory_of(scratch)
+    if direct:
+        changed[leaf.key] = None
+    source_offsets, target_offsets, length = runs
+    nbytes = length * itemsize
+    ranges = [
+        (location.payload_offset + int(at) * itemsize, buffer[int(to) * itemsize : int(to) * itemsize + nbytes])
+        for at, to in zip(source_offsets, target_offsets, strict=True)
+    ]
+    source.storage.read_into(st.join(source.path, location.file), ranges)
+    report.requests += len(ranges)
+    report.bytes_read += nbytes * len(ranges)
+    report.bytes_needed += piece.source.volume * itemsize
+    if piece.whole and location.crc32 != UNKNOWN:
+        _check_crc(source, leaf, location, buffer[int(target_offsets[0]) * itemsize :][:nbytes])
+    if not direct:
+        changed[leaf.key] = None
+        where = tuple(slice(o, e) for o, e in zip(piece.target.offset, piece.target.end, strict=True))
+        target[where].copy_(scratch)
+
+
+def _check_crc(source: Source, leaf: TensorLeaf, location: Location, data: memoryview) -> None:
+    found = isal_zlib.crc32(data)
+    if found != location.crc32:
+        raise IntegrityError(
+            f"tensor {leaf.key!r}: damaged in {source.url}/{location.file} at byte {location.payload_offset}: CRC-32 "
+            f"{found:08x}, written {location.crc32:08x}"
+        )
+
+
+def _as_box(leaf: TensorLeaf) -> torch.Tensor:
+    """The leaf's tensor with its box's axes: prepended axes have size 1."""
+    tensor = leaf.tensor
+    for _ in range(len(leaf.box.shape) - tensor.dim()):
+        tensor = tensor.unsqueeze(0)
+    if tuple(tensor.shape) != leaf.box.shape:
+        raise StateError(f"tensor {leaf.key!r}: local shape {tuple(tensor.shape)} is not its box {leaf.box}")
+    return tensor

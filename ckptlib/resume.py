@@ -1,0 +1,101 @@
+"""Choosing a resume point without a catalog, and reading what a checkpoint stores beside the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptlib import roots
+from ckptlib import storage as st
+from ckptlib.errors import CkptError, NoResumePointError
+from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
+from ckptlib.formats import torch_dist
+from ckptlib.rng import KEY as RNG_KEY
+from ckptlib.sharding import ShardedObject
+from ckptlib.source import Source
+
+__all__ = ["ResumeChoice", "StoredExtras", "choice_of", "newest_verifying"]
+
+
+def choice_of(found: roots.Found, reason: str) -> ResumeChoice:
+    """A found checkpoint as a decision."""
+    return ResumeChoice(found.url, found.iteration, None if found.save is None else found.save.save_id, reason)
+
+
+def newest_verifying(
+    storage: st.Storage, root: str, at: int | None, on_event: NoticeHandler | None
+) -> ResumeChoice | None:
+    """The newest committed checkpoint whose bytes verify now: what to trust when nobody has verified anything.
+
+    Returns:
+        None when there is no committed checkpoint (of iteration `at`).
+
+    Raises:
+        NoResumePointError: there are some, and none verifies; with the reason for each.
+    """
+    from ckptlib.verify import verify
+
+    usable = [
+        found
+        for found in roots.scan(storage, root).found
+        if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
+    ]
+    rejected = []
+    for found in sorted(usable, key=lambda found: found.order, reverse=True):
+        choice = choice_of(found, "newest committed on storage; verified now")
+        try:
+            report = verify(found.url, save_id=choice.save_id)
+        except CkptError as error:
+            rejected.append((found.name, str(error)))
+            continue
+        if report.ok:
+            return choice
+        rejected.append((found.name, "; ".join(report.problems)))
+        emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {'; '.join(report.problems)}"))
+    if rejected:
+        text = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        raise NoResumePointError(f"{storage.url(root)}: no committed checkpoint verifies: {text}", rejected=rejected)
+    return None
+
+
+class StoredExtras:
+    """Reads what a checkpoint stores beside the caller's state; absent things are None."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def progress(self) -> Mapping[str, float]:
+        """The numbers given to `save`; for a Megatron checkpoint, what its arguments say."""
+        if self._source.manifest is not None:
+            return dict(self._source.manifest.begin.progress)
+        args = self._common().get("args")
+        consumed = getattr(args, "consumed_train_samples", None)
+        return {} if consumed is None else {"consumed_samples": consumed}
+
+    def value(self, key: str) -> Any:
+        """A plain value."""
+        if self._source.manifest is None:
+            return self._common().get(key)
+        return self._source.read_object(key) if self._source.index.has_object(key) else None
+
+    def cell(self, key: str, grid: tuple[int, ...], cell: tuple[int, ...]) -> Any:
+        """One cell of a grid of objects."""
+        name = ShardedObject(key, None, grid, cell).unique_key
+        return self._source.read_object(name) if self._source.index.has_object(name) else None
+
+    def has_grid(self, key: str) -> bool:
+        """Whether any cell of the grid is stored."""
+        return any(name.startswith(f"{key}/shard_") for name in self._source.index.object_keys)
+
+    def first_rng(self) -> Mapping[str, Any] | None:
+        """The RNG state of the first rank, from which others may be seeded."""
+        names = [name for name in self._source.index.object_keys if name.startswith(f"{RNG_KEY}/shard_")]
+        if not names:
+            return None
+        entries = self._source.read_object(min(names))
+        while isinstance(entries, list):
+            entries = entries[0]
+        return dict(entries)
+
+    def _common(self) -> Mapping[str, Any]:
+        return torch_dist.read_common(self._source.storage, self._source.path)

@@ -1,0 +1,246 @@
+"""One synchronous save, from state tree to commit, on one process or many.
+
+The choreography (each line is one message round at most, see `coordination`)::
+
+    all      flatten; describe                           gather local plans
+    rank 0   plan, check tiling; W9; begin.json; fence   broadcast plan and save id
+    all      write data; record                          gather "done"
+    rank 0   check records; decide; exports              broadcast decision
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptlib import commit, formats
+from ckptlib import storage as st
+from ckptlib.coordination import Group, agree, lead
+from ckptlib.errors import CheckpointExistsError, FencedError, IntegrityError, SaveAbortedError
+from ckptlib.index import items_to_json
+from ckptlib.manifest import Begin, Decision, RankRecord
+from ckptlib.plan import LocalPlan, TensorPiece, WritePlan, make_write_plan, values_digest
+from ckptlib.safe_pickle import dump_object
+from ckptlib.state import FlatState, value_digest
+from ckptlib.writer import RankFiles, serialise_objects, write_rank_files
+
+log = logging.getLogger("ckptlib")
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A committed save.
+
+    Attributes:
+        bytes: of all files of the save, over all ranks.
+        files: number of data files, over all ranks.
+        seconds: wall time on this rank, from flattening to the end of the exports.
+    """
+
+    url: str
+    iteration: int
+    save_id: str
+    bytes: int
+    files: int
+    seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is to be saved and where; the same on every rank, except for `flat`.
+
+    Attributes:
+        begin: everything but save id, world size, plan digest and `replaces`, which the save fills in.
+        on_exists: ``error`` or ``replace``: when this attempt has already committed here (W9).
+        newest_attempt: asked on rank 0 for fencing (W8); None outside a root.
+    """
+
+    storage: st.Storage
+    path: str
+    begin: Begin
+    flat: FlatState
+    on_exists: str = "error"
+    newest_attempt: Callable[[], int] | None = None
+
+
+def describe(flat: FlatState) -> LocalPlan:
+    """Metadata of this rank's leaves."""
+    return LocalPlan(
+        tensors=tuple(
+            TensorPiece(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, leaf.nbytes, leaf.main)
+            for leaf in flat.tensors
+        ),
+        objects={leaf.key: leaf.main for leaf in flat.objects},
+        values={leaf.key: value_digest(leaf.value) for leaf in flat.values},
+    )
+
+
+def run_save(group: Group, request: SaveRequest) -> tuple[SaveResult, Decision, Begin]:
+    """Saves and commits. Collective: every rank calls it, in the same order.
+
+    Raises:
+        CheckpointExistsError: W9, before any byte is written.
+        FencedError: W8, a newer attempt owns the run.
+        StateError: the state cannot be saved; nothing was written.
+        SaveAbortedError: the decision is `abort`.
+        RankFailedError, RankTimeoutError: on every rank, when a rank failed or did not answer.
+    """
+    started = time.perf_counter()
+    group.next_round()
+    clock = _Phases(started)
+    local: LocalPlan | None = None
+
+    def plan_locally() -> LocalPlan:
+        nonlocal local
+        local = describe(request.flat)
+        return local
+
+    local_plans = agree(group, "plan", plan_locally)
+    assert local is not None  # else `agree` has raised
+    values = local.values
+    begin, plan = lead(group, "begin", lambda: _begin(request, local_plans or [], group.world_size))
+    clock.mark("plan")
+    try:
+        written = agree(group, "write", lambda: _write(request, begin, plan, group.rank, values))
+        clock.mark("write")
+        decision = lead(group, "commit", lambda: _commit(request, begin))
+    except BaseException as error:
+        if group.rank == 0:
+            _abort(request, begin, error)
+        raise
+    clock.mark("commit")
+    total, count = lead(group, "totals", lambda: (sum(n for n, _ in written or []), sum(k for _, k in written or [])))
+    result = SaveResult(
+        url=request.storage.url(request.path),
+        iteration=begin.iteration,
+        save_id=begin.save_id,
+        bytes=total,
+        files=count,
+        seconds=time.perf_counter() - started,
+        phases=clock.phases,
+    )
+    return result, decision, begin
+
+
+class _Phases:
+    def __init__(self, started: float) -> None:
+        self._last = started
+        self.phases: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.phases[name] = now - self._last
+        self._last = now
+
+
+def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: int) -> tuple[Begin, WritePlan]:
+    plan = make_write_plan(local_plans)
+    saves = commit.list_saves(request.storage, request.path)
+    mine = [save for save in saves if save.committed and _same_attempt(save, request.begin)]
+    if mine and request.on_exists != "replace":
+        raise CheckpointExistsError(
+            f"{request.storage.url(request.path)}: iteration {request.begin.iteration} is already committed "
+            f"(save {mine[-1].save_id}) by this attempt. Pass on_exists='replace' to supersede it."
+        )
+    if not saves and request.on_exists != "replace" and formats.sniff(request.storage, request.path) is not None:
+        raise CheckpointExistsError(
+            f"{request.storage.url(request.path)}: holds a checkpoint that another tool wrote. Save elsewhere, or pass "
+            "on_exists='replace' to let this one take its place."
+        )
+    begin = replace(
+        request.begin,
+        save_id=commit.new_save_id(request.begin.attempt, after=[save.save_id for save in saves]),
+        world_size=world_size,
+        plan_digest=plan.digest,
+        replaces=tuple(save.save_id for save in mine),
+        created_at=time.time(),
+    )
+    commit.begin_save(request.storage, request.path, begin)
+    newest = request.newest_attempt() if request.newest_attempt is not None else 0
+    if newest > begin.attempt:
+        error = FencedError(
+            f"{request.storage.url(request.path)}: attempt {newest} of this run has started, this process is attempt "
+            f"{begin.attempt}. It must stop: two trainers write to one run."
+        )
+        _abort(request, begin, error)
+        raise error
+    return begin, plan
+
+
+def _same_attempt(save: commit.SaveState, begin: Begin) -> bool:
+    """W9: a bare save (attempt 0) meets its equals; what older attempts left is superseded without ceremony."""
+    return save.begin is not None and save.begin.attempt == begin.attempt
+
+
+def _write(
+    request: SaveRequest, begin: Begin, plan: WritePlan, rank: int, value_digests: Mapping[str, str]
+) -> tuple[int, int]:
+    """One rank's part: serialise, write, record. Returns bytes and number of data files."""
+    started = time.perf_counter()
+    mine = plan.ranks[rank]
+    flat = request.flat
+    # Everything that can be refused is refused before the first byte.
+    blobs = serialise_objects(flat, mine.objects, mine.values)
+    common = dump_object(flat.common(), "common state") if rank == 0 else None
+    written: RankFiles = write_rank_files(
+        request.storage, request.path, begin.save_id, rank, blobs, [flat.tensors[i] for i in mine.tensors]
+    )
+    files = written.files
+    if common is not None:
+        files += (commit.write_common(request.storage, request.path, begin.save_id, common),)
+    record = RankRecord(
+        save_id=begin.save_id,
+        rank=rank,
+        world_size=begin.world_size,
+        plan_digest=begin.plan_digest,
+        files=files,
+        items=items_to_json(written.chunks, written.objects),
+        values_digest=values_digest(value_digests, plan.shared_values),
+        seconds=time.perf_counter() - started,
+    )
+    commit.publish_record(request.storage, request.path, record)
+    return written.nbytes, len(written.files)
+
+
+def _commit(request: SaveRequest, begin: Begin) -> Decision:
+    decision = commit.try_commit(request.storage, request.path, begin, decided_by="coordinator")
+    if decision is None:
+        missing = commit.read_records(request.storage, request.path, begin).missing
+        raise SaveAbortedError(
+            f"{request.storage.url(request.path)}: no valid record of rank {', '.join(map(str, missing))}, "
+            "although every rank said it had written one"
+        )
+    if decision.outcome == "abort":
+        raise SaveAbortedError(
+            f"{request.storage.url(request.path)}: save {begin.save_id} was aborted by {decision.decided_by}: "
+            f"{decision.reason}"
+        )
+    try:
+        commit.roll_forward(request.storage, request.path, may_write=lambda: not _fenced(request, begin))
+        for save_id in begin.replaces:
+            commit.bury(request.storage, request.path, save_id)
+    except (OSError, IntegrityError):
+        # The checkpoint exists; what is missing are views of it, which anyone can derive later (W5, W6).
+        log.exception("%s: committed, but its exports are not complete yet", request.storage.url(request.path))
+    return decision
+
+
+def _fenced(request: SaveRequest, begin: Begin) -> bool:
+    return request.newest_attempt is not None and request.newest_attempt() > begin.attempt
+
+
+def _abort(request: SaveRequest, begin: Begin, error: BaseException) -> None:
+    """Best effort: an undecided save is as good as aborted, the next attempt settles it."""
+    try:
+        commit.decide_abort(
+            request.storage,
+            request.path,
+            begin.save_id,
+            reason=f"{type(error).__name__}: {error}",
+            decided_by="coordinator",
+        )
+    except OSError as other:
+        log.warning("save %s: could not record the abort: %s", begin.save_id, other)

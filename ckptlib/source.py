@@ -1,0 +1,143 @@
+"""An opened checkpoint: one save id pinned, its item index, and how to read its objects.
+
+The same for our own saves and for what Megatron or torch wrote: readers see an `ItemIndex` and plain objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from ckptlib import commit, formats
+from ckptlib import storage as st
+from ckptlib.errors import IntegrityError, NotACheckpointError, UncommittedError, UnsupportedError
+from ckptlib.formats import torch_dist
+from ckptlib.index import UNKNOWN, ItemIndex, Location
+from ckptlib.manifest import Manifest
+from ckptlib.safe_pickle import load_object
+from ckptlib.state import dtype_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """A committed checkpoint, pinned: what one reader sees does not change under it (W9).
+
+    Attributes:
+        manifest: None for a foreign checkpoint.
+    """
+
+    storage: st.Storage
+    path: str
+    format: str
+    index: ItemIndex
+    manifest: Manifest | None
+
+    @property
+    def url(self) -> str:
+        """The iteration directory."""
+        return self.storage.url(self.path)
+
+    @property
+    def save_id(self) -> str | None:
+        """The pinned save; None for a foreign checkpoint."""
+        return None if self.manifest is None else self.manifest.begin.save_id
+
+    def read_object(self, key: str) -> Any:
+        """A stored object, unpickled as plain data (R5). `KeyError` when it is absent.
+
+        Raises:
+            IntegrityError: damaged, or it names anything but plain data.
+        """
+        item = self.index.object(key)
+        location = item.location
+        data = bytearray(location.length)
+        where = f"{self.url}/{location.file} ({key})"
+        self.storage.read_into(st.join(self.path, location.file), [(location.offset, memoryview(data))])
+        if location.crc32 != UNKNOWN and isal_zlib.crc32(data) != location.crc32:
+            raise IntegrityError(f"{where}: damaged: its CRC-32 is not the recorded one")
+        value = load_object(bytes(data), where)
+        if item.wrapped:
+            if not isinstance(value, list) or len(value) != 1:
+                raise IntegrityError(f"{where}: a sharded object must be a list of one, found {type(value).__name__}")
+            return value[0]
+        return value
+
+    def locate(self, location: Location) -> Location:
+        """The location with payload offset and length, read from the container where they are not recorded."""
+        if location.payload_offset != UNKNOWN:
+            return location
+        return torch_dist.locate_payload(self.storage, self.path, location)
+
+    def below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `ckptlib.optim.StoredTensors`."""
+        start = prefix + "."
+        return {
+            info.key.removeprefix(start): (dtype_of(info.dtype), info.shape)
+            for info in map(self.index.tensor, self.index.keys_below(start))
+        }
+
+
+def open_source(
+    url: str,
+    *,
+    save_id: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Source:
+    """Opens a checkpoint for reading.
+
+    Args:
+        url: the iteration directory.
+        save_id: which save in it; None: the newest committed one.
+
+    Raises:
+        NotACheckpointError: nothing here is a checkpoint.
+        UncommittedError: a save began here and was never committed, or `save_id` is not committed.
+        IntegrityError: its records are damaged.
+        UnsupportedError: a format that cannot be read item by item.
+    """
+    storage, path = st.resolve(url, storage_options)
+    if save_id is None:
+        save = commit.current_save(storage, path)
+    else:
+        save = commit.read_save(storage, path, save_id)
+        if not save.committed:
+            raise save.damage or UncommittedError(f"{storage.url(path)}: save {save_id} is not committed here")
+    if save is not None:
+        manifest = commit.read_manifest(storage, path, save)
+        index = commit.read_index(storage, path, manifest)
+        return Source(storage, path, manifest.begin.format, index, manifest)
+    return _open_foreign(storage, path)
+
+
+def _open_foreign(storage: st.Storage, path: str) -> Source:
+    url = storage.url(path)
+    saves = commit.list_saves(storage, path)
+    format_ = formats.sniff(storage, path)
+    if saves:
+        states = ", ".join(f"{save.save_id}: {_what_happened(save)}" for save in saves)
+        raise UncommittedError(f"{url}: no save was committed here ({states}). Resume from an earlier iteration.")
+    if format_ is None:
+        raise NotACheckpointError(
+            f"{url}: not a checkpoint (no commit decision, metadata.json, .metadata or mp_rank_* directory). "
+            "Give the iteration directory, e.g. <root>/iter_0001000."
+        )
+    if format_ not in ("torch_dist", "torch_dcp"):
+        raise UnsupportedError(
+            f"{url}: format {format_} cannot be read tensor by tensor; convert it to torch_dist first"
+        )
+    complete, reason = formats.is_foreign_complete(storage, path, format_)
+    if not complete:
+        raise UncommittedError(f"{url}: incomplete {format_} checkpoint: {reason}")
+    return Source(storage, path, format_, torch_dist.read_index(storage, path), None)
+
+
+def _what_happened(save: commit.SaveState) -> str:
+    if save.tombstoned:
+        return "deleted"
+    if save.decision is not None:
+        return f"{save.decision.outcome} ({save.decision.reason})"
+    return "undecided"
