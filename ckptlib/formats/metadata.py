@@ -1,0 +1,135 @@
+"""torch's ``.metadata``: the index of every checkpoint that `torch.distributed.checkpoint` or Megatron-Core reads."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from ckptlib import storage as st
+from ckptlib.errors import NotACheckpointError, RecordError, StateError, UnsupportedError
+from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
+from ckptlib.safe_pickle import load_metadata
+from ckptlib.safe_tensors import DTYPES
+from ckptlib.sharding import Box
+
+METADATA = ".metadata"
+PICKLE_PROTOCOL = 4  # what every Python since 3.4 reads
+
+
+def read_metadata(storage: st.Storage, path: str) -> metadata.Metadata:
+    """The metadata of the checkpoint at `path`.
+
+    Raises:
+        NotACheckpointError: there is none.
+        UnsafePickleError, RecordError: hostile or damaged; nothing was executed.
+    """
+    where = st.join(path, METADATA)
+    try:
+        data = storage.get(where)
+    except FileNotFoundError:
+        raise NotACheckpointError(f"{storage.url(path)}: {METADATA} is missing: the save was not finished") from None
+    return load_metadata(data, storage.url(where))
+
+
+def to_index(value: metadata.Metadata, where: str) -> ItemIndex:
+    """The items of a metadata object; where payloads begin is not recorded in it, and left unknown.
+
+    Args:
+        where: path of the metadata, for messages.
+
+    Raises:
+        RecordError: an item has no place, a place leaves the directory, or a chunk leaves its tensor.
+        UnsupportedError: items are compressed or encrypted by a torch extension.
+    """
+    if not isinstance(value.storage_data, dict):
+        raise RecordError(f"{where}: names no files; written by a storage backend that is not read here")
+    places: dict[tuple[str, tuple[int, ...] | None], Location] = {}
+    for key, info in value.storage_data.items():
+        if not isinstance(key, metadata.MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
+            raise RecordError(f"{where}: an item has no place in a file")
+        places[key.fqn, None if key.offset is None else tuple(key.offset)] = _place(key.fqn, info, where)
+    chunks: list[ChunkItem] = []
+    objects: list[ObjectItem] = []
+    for key, entry in value.state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            chunks += _chunks(key, entry, places, where)
+        elif isinstance(entry, metadata.BytesStorageMetadata):
+            objects.append(ObjectItem(key, "/shard_" in key, _find(places, key, None, where)))
+        else:
+            raise RecordError(f"{where}: {key!r} is neither a tensor nor bytes")
+    try:
+        return ItemIndex.build(chunks, objects)
+    except StateError as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def encode_metadata(index: ItemIndex) -> bytes:
+    """``.metadata`` for these items: the same bytes for the same index.
+
+    ``planner_data`` stays None: keys are then taken literally. Megatron-Core demands that, and torch's default planner
+    finds nested state dicts by their dotted paths, which are our keys.
+    """
+    # A pickle depends on which equal strings are one object; interned ones always are.
+    files = [sys.intern(name) for name in index.files]
+    entries: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
+    for info in index.tensors():
+        key = sys.intern(info.key)
+        stored = index.chunks(key)
+        offsets, shapes = stored.offsets.tolist(), stored.shapes.tolist()
+        where, numbers = stored.files.tolist(), stored.locations.tolist()
+        chunks = []
+        for i, (offset, shape) in enumerate(zip(offsets, shapes, strict=True)):
+            start = torch.Size(offset)
+            chunks.append(metadata.ChunkStorageMetadata(start, torch.Size(shape)))
+            place = filesystem._StorageInfo(files[where[i]], numbers[i][0], numbers[i][1])
+            places[metadata.MetadataIndex(key, start, i)] = place
+        properties = metadata.TensorProperties(dtype=DTYPES[info.dtype])
+        entries[key] = metadata.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
+    for item in index.objects():
+        key = sys.intern(item.key)
+        entries[key] = metadata.BytesStorageMetadata()
+        place = filesystem._StorageInfo(sys.intern(item.location.file), item.location.offset, item.location.length)
+        places[metadata.MetadataIndex(key)] = place
+    value = metadata.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=metadata.StorageMeta())
+    return pickle.dumps(value, protocol=PICKLE_PROTOCOL)
+
+
+def _chunks(
+    key: str,
+    entry: metadata.TensorStorageMetadata,
+    places: dict[tuple[str, tuple[int, ...] | None], Location],
+    where: str,
+) -> Iterator[ChunkItem]:
+    shape = tuple(entry.size)
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    for chunk in entry.chunks:
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if not box.within(shape):
+            raise RecordError(f"{where}: tensor {key!r}: chunk {box} leaves its shape {shape}")
+        yield ChunkItem(key, dtype, shape, box, _find(places, key, box.offset, where))
+
+
+def _find(
+    places: dict[tuple[str, tuple[int, ...] | None], Location], key: str, offset: tuple[int, ...] | None, where: str
+) -> Location:
+    try:
+        return places[key, offset]
+    except KeyError:
+        what = f"object {key!r}" if offset is None else f"tensor {key!r}, chunk at {offset}"
+        raise RecordError(f"{where}: {what}: no file is named for it") from None
+
+
+def _place(key: str, info: filesystem._StorageInfo, where: str) -> Location:
+    if getattr(info, "transform_descriptors", None):
+        raise UnsupportedError(
+            f"{where}: {key!r} is stored with extensions {info.transform_descriptors}; not supported"
+        )
+    name = info.relative_path
+    if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+        raise RecordError(f"{where}: {key!r} is said to lie in {name!r}, which is no file of this directory")
+    return Location(name, info.offset, info.length)
