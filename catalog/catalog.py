@@ -118,13 +118,16 @@ class Catalog:
             url = root_url.rstrip("/")
             recording.ensure_location(connection, run_id, url, root_id, actor=actor or default_actor(), now=now)
 
-    def mark_missing(self, checkpoint_id: int, *, reason: str, actor: str | None = None) -> CheckpointRow:
+    def mark_missing(
+        self, checkpoint_id: int, *, reason: str, actor: str | None = None, version: int | None = None
+    ) -> CheckpointRow:
         """Says that a finalized checkpoint is no longer on storage, whose root was there (D4).
 
         Raises:
             TransitionError: it is not finalized.
+            StaleWriteError: as `change`.
         """
-        return self.change(checkpoint_id, lifecycle="missing", reason=reason, actor=actor)
+        return self.change(checkpoint_id, lifecycle="missing", reason=reason, actor=actor, version=version)
 
     def change(
         self,

@@ -11,14 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
@@ -28,11 +22,20 @@ from catalog.filesystem import network_filesystem
 from catalog.models import Base
 from ckptlib.errors import CatalogError, NoCatalogError
 
+if TYPE_CHECKING:
+    from alembic.config import Config
+
 ENVIRONMENT = "CKPT_DB"
 BUSY_TIMEOUT = 10.0
 _WRITE = "catalog_write"
 
 Clock = Callable[[Connection], datetime]
+
+
+class DatabaseLockedError(CatalogError):
+    """Raised when another process keeps the database locked for longer than the timeout. Trying again may help."""
+
+    exit_code = 11
 
 
 def default_path() -> Path:
@@ -117,6 +120,7 @@ class Database:
 
         Raises:
             NoCatalogError: the database cannot be reached.
+            DatabaseLockedError: somebody else kept it locked for longer than the timeout.
             CatalogError: it failed while in use.
         """
         with self._translated(), self.engine.connect() as connection, connection.begin():
@@ -173,7 +177,7 @@ class Database:
         except OperationalError as error:
             cause = str(error.orig)
             if "locked" in cause or "timeout" in cause:
-                raise CatalogError(
+                raise DatabaseLockedError(
                     f"catalog {self}: locked by another process for more than {self._timeout:g} s ({cause}). Try again."
                 ) from error
             raise NoCatalogError(f"catalog {self}: cannot be used: {cause}") from error
@@ -215,6 +219,7 @@ def _revision(connection: Connection) -> str | None:
 
 
 # ---------------------------------------------------------------- schema revisions: `ckpt db …`
+# Alembic is imported where it is used: it costs more than everything else here, and a trainer needs none of it.
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,8 @@ class Revision:
 
 def _config() -> Config:
     """Alembic's configuration, found from the installed package: no ini file, no working directory."""
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
     return config
@@ -245,15 +252,21 @@ def upgrade(db: str | None = None, revision: str = "head") -> str:
         NoCatalogError: the database cannot be reached.
         CatalogError: `revision` does not exist, or the database was written by a newer ckptlib.
     """
+    from alembic import command
+
     return _move(db, lambda config: command.upgrade(config, revision))
 
 
 def downgrade(db: str | None, revision: str) -> str:
     """Takes the schema back to `revision` (``base`` empties the database). Errors as `upgrade`."""
+    from alembic import command
+
     return _move(db, lambda config: command.downgrade(config, revision))
 
 
 def _move(db: str | None, run: Callable[[Config], None]) -> str:
+    from alembic.util import CommandError
+
     database = Database(db)
     try:
         if database.path is not None:
@@ -284,6 +297,8 @@ def current(db: str | None = None) -> str | None:
 
 def history(db: str | None = None) -> list[Revision]:
     """All revisions, oldest first, marked with where the database stands."""
+    from alembic.script import ScriptDirectory
+
     here = current(db)
     script = ScriptDirectory.from_config(_config())
     heads = set(script.get_heads())
@@ -305,6 +320,9 @@ def check(db: str | None = None) -> list[str]:
     Raises:
         NoCatalogError: there is no catalog, or it cannot be reached.
     """
+    from alembic.autogenerate import compare_metadata
+    from alembic.runtime.migration import MigrationContext
+
     database = Database(db)
     try:
         found = database.revision()

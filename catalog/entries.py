@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,11 @@ from ckptlib.topology import Topology
 
 FOREIGN_ATTEMPT = -1
 """Checkpoints that others wrote come before all attempts, as `ckptlib.roots` orders them."""
+
+FOREIGN_PREFIX = "foreign-"
+"""Begins the save id of a checkpoint that others wrote; the rest is the digest of its metadata (S3)."""
+
+_SAVE_ID = re.compile(r"(\d{6,})-[0-9a-f]{12}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class NewCheckpoint:
 
     Attributes:
         manifest_sha256: what tells two saves with one id apart; for foreign ones the digest of their metadata.
+        parent: save id of the checkpoint that it was trained from: in its own attempt, or the one resumed from.
         adopted: found by a scan, not reported at its commit.
         decided_at: seconds since the epoch by the decider's clock; None when nobody knows.
     """
@@ -78,15 +85,25 @@ def moment(seconds: float | None) -> datetime | None:
         return None
 
 
-def from_commit(event: CommitEvent, *, adopted: bool = False) -> NewCheckpoint:
+def attempt_of(save_id: str | None) -> int | None:
+    """The attempt that a save of ours belongs to, from its id; None for others."""
+    match = _SAVE_ID.fullmatch(save_id or "")
+    return None if match is None else int(match[1])
+
+
+def from_commit(event: CommitEvent, *, run: str | None = None, adopted: bool = False) -> NewCheckpoint:
     """What to record for a commit.
+
+    Args:
+        run: whose root it lies in, for a save that does not say.
 
     Raises:
         CatalogError: the save names no run, or lies outside the root it claims.
     """
     manifest = event.manifest
     begin = manifest.begin
-    if not begin.run:
+    run = begin.run or run
+    if not run:
         raise CatalogError(
             f"{event.url}: the save names no run, and the catalog files checkpoints by run. "
             "Save with run=..., or through a Checkpointer."
@@ -96,7 +113,7 @@ def from_commit(event: CommitEvent, *, adopted: bool = False) -> NewCheckpoint:
     if not url.startswith(root_url + "/"):
         raise CatalogError(f"{event.url}: not below its root {event.root_url}")
     return NewCheckpoint(
-        run=begin.run,
+        run=run,
         root_url=root_url,
         root_id=event.root_id,
         path=url.removeprefix(root_url + "/") if event.root_url else basename(url),

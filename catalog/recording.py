@@ -14,7 +14,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog import queries
 from catalog.changes import add_event, change, lock_run
-from catalog.entries import FOREIGN_ATTEMPT, NewCheckpoint, moment
+from catalog.entries import FOREIGN_ATTEMPT, NewCheckpoint, attempt_of, moment
 from catalog.lineage import Node, branches
 from catalog.models import Attempt, Checkpoint, Event, File, Location, Run
 from catalog.rows import CheckpointRow
@@ -134,7 +134,8 @@ def record(connection: Connection, new: NewCheckpoint, *, actor: str, now: datet
             new.attempt,
             actor=actor,
             now=now,
-            resumed_from=new.parent,
+            # The first checkpoint of an attempt descends from what it resumed from, later ones from each other.
+            resumed_from=new.parent if attempt_of(new.parent) != new.attempt else None,
             topology=topology,
         )
     row = _insert(connection, run_id, location_id, new, actor=actor, now=now)

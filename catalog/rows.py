@@ -23,7 +23,7 @@ class CheckpointRow:
         root_id: identity of the root; None for a place without one.
         path: below the root: ``iter_0001000``, ``non_persistent/iter_0001000``.
         contents: what can be restored from it: ``model``, ``optimizer``, ...; sorted.
-        parent: save id that its attempt resumed from.
+        parent: save id of the checkpoint that it was trained from: in its own attempt, or the one resumed from.
         replaces: save ids that it superseded in its directory.
         adopted: found on storage by a scan, not recorded at its commit.
         created_at: by the writer's clock, shown only. The other times are by the database's clock, but
