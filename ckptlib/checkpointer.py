@@ -38,7 +38,7 @@ _KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "release")
 _OWN_KEYS = frozenset(
     {"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args", "content_metadata"}
 )
-_OWN_PREFIXES = (f"{rng.KEY}/", f"{rng.KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
+_OWN_PREFIXES = ("progress.", f"{rng.KEY}/", f"{rng.KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
 
 
 @dataclass(frozen=True)

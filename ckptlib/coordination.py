@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch._C._distributed_c10d import Store
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from ckptlib.errors import CkptError, CoordinationError, RankFailedError, RankTimeoutError
 

@@ -28,9 +28,9 @@ def canonical(value: Any) -> bytes:
     """
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode()  # refuses halves of surrogate pairs
     except (TypeError, ValueError) as error:
         raise RecordError(f"not expressible as a record: {error}") from error
-    return text.encode()
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -54,18 +54,21 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{where}: not a {kind} record (no JSON: {error}); it is damaged or truncated") from error
     if not isinstance(value, dict) or value.get("record") != kind:
         raise RecordError(f"{where}: not a {kind} record")
     schema = str(value.get("schema", ""))
     major = schema.partition(".")[0]
-    if major.isdigit() and int(major) > SCHEMA_MAJOR:
+    if major.isdecimal() and int(major) > SCHEMA_MAJOR:
         raise VersionError(
             f"{where}: written with schema {schema}; this ckptlib reads up to {SCHEMA_MAJOR}.x. Use a newer ckptlib."
         )
     digest = value.pop("digest", None)
-    sealed = canonical(value)
+    try:
+        sealed = canonical(value)
+    except RecordError as error:
+        raise RecordError(f"{where}: damaged {kind} record: {error}") from error
     expected = hashlib.sha256(sealed).hexdigest()
     if digest != expected or data != canonical({**value, "digest": digest}) + b"\n":
         raise RecordError(f"{where}: damaged {kind} record (digest {digest}, its content gives {expected})")
@@ -78,5 +81,5 @@ def number_to_json(value: float) -> float | int | str:
 
 
 def number_from_json(value: float | int | str) -> float:
-    """Reads `number_to_json`."""
-    return float(value)
+    """Reads `number_to_json`; whole numbers stay whole."""
+    return float(value) if isinstance(value, str) else value

@@ -23,6 +23,13 @@ WRITE_BYTES = 4 * 1024 * 1024
 """Bytes per write(2): a multiple of common stripe and page sizes, small enough to overlap with hashing."""
 
 
+SMALL_BYTES = 64 * 1024
+"""Pieces up to this size are copied together: a system call costs more than the copy."""
+
+FLUSH_BYTES = 8 * 1024 * 1024
+"""How much may be dirty before write-back is started: the disk works while the rest is still being hashed."""
+
+
 class PosixStorage:
     """Storage on a mounted filesystem. Paths are ordinary absolute paths."""
 
@@ -133,27 +140,33 @@ class PosixStorage:
 
 
 class PosixWriteStream:
-    """One file, written front to back, hashed beside the write."""
+    """One file, written front to back, hashed beside the write, and on its way to the disk before it ends."""
 
     def __init__(self, path: str) -> None:
         make_directory(base.parent(path))
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hasher = StreamHasher()
+        self._small = bytearray()
         self._size = 0
+        self._flushed = 0
 
     def write(self, data: Buffer) -> None:
-        """Hands blocks to the digest thread, then to the kernel."""
+        """Hands blocks to the digest thread, then to the kernel; small pieces are collected first."""
         view = memoryview(data).cast("B")
+        if len(view) <= SMALL_BYTES:
+            self._small += view
+            if len(self._small) >= WRITE_BYTES:
+                self._write_small()
+            return
+        self._write_small()
         for start in range(0, len(view), WRITE_BYTES):
-            block = view[start : start + WRITE_BYTES]
-            self._hasher.update(block)
-            _write_all(self._fd, block)
-        self._size += len(view)
+            self._write_block(view[start : start + WRITE_BYTES])
 
     def finish(self) -> Written:
         """fsync of the file, then of its directory."""
         try:
+            self._write_small()
             os.fsync(self._fd)
         finally:
             fd, self._fd = self._fd, -1
@@ -169,6 +182,19 @@ class PosixWriteStream:
                 os.close(self._fd)
                 self._fd = -1
         _unlink_quietly(self._path)
+
+    def _write_small(self) -> None:
+        if self._small:
+            block, self._small = self._small, bytearray()
+            self._write_block(memoryview(block))
+
+    def _write_block(self, block: memoryview) -> None:
+        self._hasher.update(block)
+        _write_all(self._fd, block)
+        self._size += len(block)
+        if self._size - self._flushed >= FLUSH_BYTES:
+            _start_writeback(self._fd, self._flushed, self._size - self._flushed)
+            self._flushed = self._size
 
 
 def make_directory(path: str) -> None:
@@ -200,6 +226,13 @@ def _write_all(fd: int, data: Buffer) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _start_writeback(fd: int, offset: int, length: int) -> None:
+    """Starts writing pages to the disk without waiting. On Linux POSIX_FADV_DONTNEED does that first of all; what is
+    already clean leaves the page cache, where it would only push out the trainer's own pages."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def _unlink_quietly(path: str) -> None:
