@@ -87,9 +87,10 @@ def make_write_plan(local_plans: Sequence[LocalPlan]) -> WritePlan:
     Pieces that several ranks hold alike go to the one with the fewest bytes so far, big pieces first.
 
     Raises:
-        DisagreementError: ranks disagree about a tensor's dtype or shape, or about a plain value.
+        DisagreementError: ranks disagree about a tensor's dtype or shape, about a plain value, or about what a name is.
         TilingError: the pieces that would be written do not cover a tensor exactly once.
     """
+    _check_names(local_plans)
     ranks = [_Assignment() for _ in local_plans]
     shared: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
     written: dict[str, list[Box]] = defaultdict(list)
@@ -102,6 +103,8 @@ def make_write_plan(local_plans: Sequence[LocalPlan]) -> WritePlan:
                     f"tensor {piece.key!r}: rank {first_rank} has {first.dtype} {first.global_shape}, "
                     f"rank {rank} has {piece.dtype} {piece.global_shape}"
                 )
+            if piece.box.volume == 0 and math.prod(piece.global_shape):
+                continue  # an empty shard of a tensor that has elements: nothing to write
             if piece.main is None:
                 shared[piece.key, piece.box].append((rank, i))
             elif piece.main:
@@ -115,6 +118,21 @@ def make_write_plan(local_plans: Sequence[LocalPlan]) -> WritePlan:
     shared_values = _assign_values(local_plans, ranks)
     plans = tuple(RankPlan(tuple(sorted(r.tensors)), tuple(sorted(r.objects)), tuple(sorted(r.values))) for r in ranks)
     return WritePlan(plans, shared_values, _plan_digest(local_plans, plans, shared_values))
+
+
+def _check_names(local_plans: Sequence[LocalPlan]) -> None:
+    """A name is a tensor, an object or a value: all of them share one namespace on storage."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for rank, local in enumerate(local_plans):
+        tensors = {piece.key: True for piece in local.tensors}
+        for kind, names in (("tensor", tensors), ("sharded object", local.objects), ("plain value", local.values)):
+            for name in names:
+                first, first_rank = kinds.setdefault(name, (kind, rank))
+                if first != kind:
+                    raise DisagreementError(
+                        f"{name!r}: rank {first_rank} has a {first} of this name, rank {rank} a {kind}; "
+                        "one name can hold one of them. Rename one."
+                    )
 
 
 def _assign_shared(
