@@ -212,6 +212,8 @@ def agree(group: Group, name: str, work: Callable[[], T]) -> list[T] | None:
     verdict: Any = None
     if group.rank == 0:
         verdict = _judge(group, name, answer)
+    else:
+        group.gather(name, answer)
     outcome = group.broadcast(f"{name}/verdict", None if verdict is None else verdict[1])
     if error is not None:
         raise error
