@@ -61,8 +61,11 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     payload = tensor.numel() * tensor.element_size()
     sink = _SparseSink()
-    with torch.serialization.skip_data():
-        torch.save(tensor, cast(IO[bytes], sink))  # write, seek, tell, flush are all it calls
+    try:
+        with torch.serialization.skip_data():
+            torch.save(tensor, cast(IO[bytes], sink))  # write, seek, tell, flush are all it calls
+    except RuntimeError as error:
+        raise UnsupportedError(f"{dtype} {list(shape)}: torch.save cannot write it in pieces: {error}") from error
     return _split(sink, payload, f"{dtype} {list(shape)}")
 
 

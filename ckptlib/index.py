@@ -140,7 +140,7 @@ class ItemIndex:
         chunk_files: list[int] = []
         locations: list[tuple[int, ...]] = []
         for key in keys:
-            items = sorted(by_key[key], key=lambda item: item.box.offset)
+            items = sorted(by_key[key], key=lambda item: (item.box.offset, item.location.file, item.location.offset))
             first = items[0]
             for item in items:
                 if (item.dtype, item.global_shape) != (first.dtype, first.global_shape):
@@ -279,7 +279,7 @@ class ItemIndex:
             RecordError: not an index, or damaged.
             VersionError: an index of another version.
         """
-        if data[:7] == MAGIC[:7] and data[:8] != MAGIC:
+        if data[:7] == MAGIC[:7] and data[7:8] not in (b"", MAGIC[7:]):
             raise VersionError(f"{where}: item index version {data[7:8]!r}; this ckptlib reads 1. Use a newer ckptlib.")
         try:
             magic, length = struct.unpack_from(f"<{len(MAGIC)}sI", data)

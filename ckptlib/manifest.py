@@ -103,8 +103,8 @@ class Begin:
     created_at: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.iteration < 0:
-            raise StateError(f"iteration {self.iteration}: expected 0 or more")
+        if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
+            raise StateError(f"iteration {self.iteration!r}: expected a whole number, 0 or more")
         if self.kind not in KINDS:
             raise StateError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
 
@@ -156,7 +156,7 @@ class Begin:
                 replaces=tuple(value["replaces"]),
                 created_at=value["created_at"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, StateError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
 
     def encode(self) -> bytes:

@@ -261,7 +261,7 @@ def test_a_plan_is_deterministic(local_plans: list[LocalPlan]) -> None:
 
 @given(worlds(), st.data())
 def test_the_digest_changes_exactly_when_the_structure_does(local_plans: list[LocalPlan], data: st.DataObject) -> None:
-    """W2: records of another plan never count. P19: a new key or another dtype is another plan, new contents are not."""
+    """W2; P19: a new key or another dtype is another plan, new contents are not."""
     digest = make_write_plan(local_plans).digest
     contents = [replace(p, values=dict.fromkeys(p.values, "new digest")) for p in local_plans]
     assert make_write_plan(contents).digest == digest
