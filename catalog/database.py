@@ -176,7 +176,7 @@ class Database:
             yield
         except OperationalError as error:
             cause = str(error.orig)
-            if "locked" in cause or "timeout" in cause:
+            if "locked" in cause or "lock timeout" in cause:
                 raise DatabaseLockedError(
                     f"catalog {self}: locked by another process for more than {self._timeout:g} s ({cause}). Try again."
                 ) from error

@@ -247,6 +247,8 @@ def finish(
         LeaseHeldError, StaleWriteError: as `renew`. Nothing was written.
     """
     row = require_locked(connection, lease.checkpoint_id)
+    if connection.execute(select(Checkpoint.id).where(_held(lease))).first() is None:
+        raise _lost(connection, lease)
     if findings.outcome == "ok":
         _fill_in_digests(connection, lease, findings)
     verdict = _verdict(row, findings)
@@ -326,21 +328,29 @@ def _record_verification(
     )
 
 
-def _update_leased(connection: Connection, lease: VerifyLease, values: Mapping[str, Any]) -> None:
-    """Updates the row if, and only if, the lease is still the one on it."""
-    held = and_(
+def _held(lease: VerifyLease) -> ColumnElement[bool]:
+    """The row, as long as this lease is the one on it."""
+    return and_(
         Checkpoint.id == lease.checkpoint_id,
         Checkpoint.save_id == lease.save_id,
         Checkpoint.lease_token == lease.token,
     )
-    if connection.execute(update(Checkpoint).where(held).values(dict(values))).rowcount == 1:
-        return
+
+
+def _update_leased(connection: Connection, lease: VerifyLease, values: Mapping[str, Any]) -> None:
+    """Updates the row if, and only if, the lease is still the one on it."""
+    if connection.execute(update(Checkpoint).where(_held(lease)).values(dict(values))).rowcount != 1:
+        raise _lost(connection, lease)
+
+
+def _lost(connection: Connection, lease: VerifyLease) -> LeaseHeldError | StaleWriteError:
+    """What became of a lease."""
     row = require(connection, lease.checkpoint_id)
     if row.lease_owner is not None:
-        raise LeaseHeldError(
+        return LeaseHeldError(
             f"{row.name} ({row.save_id}): the lease of {lease.owner} expired and {row.lease_owner} took over; "
             "nothing was written"
         )
-    raise StaleWriteError(
+    return StaleWriteError(
         f"{row.name} ({row.save_id}): the lease of {lease.owner} is gone (it is {row.state} now); nothing was written"
     )
