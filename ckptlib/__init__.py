@@ -6,13 +6,16 @@ The trainer-side library: `save`, `load`, `read`, `inspect` and `verify` work on
 
 from ckptlib.api import save
 from ckptlib.checkpointer import Checkpointer, Restored
+from ckptlib.inspect import CheckpointInfo, inspect
 from ckptlib.reader import LoadReport, load, read
 from ckptlib.rng import RngTracker
 from ckptlib.saving import SaveResult
 from ckptlib.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ckptlib.topology import Topology
+from ckptlib.verify import VerifyReport, verify
 
 __all__ = [
+    "CheckpointInfo",
     "Checkpointer",
     "LoadReport",
     "LocalNonpersistentObject",
@@ -22,7 +25,10 @@ __all__ = [
     "ShardedObject",
     "ShardedTensor",
     "Topology",
+    "VerifyReport",
+    "inspect",
     "load",
     "read",
     "save",
+    "verify",
 ]
