@@ -132,7 +132,7 @@ class Checkpointer:
         self._rng_tracker = rng_tracker
         self._on_event = on_event
         self._parent: str | None = None
-        self._newest_saved = -1
+        self._newest_saved: dict[str, int] = {}
         self._announced = False
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
@@ -388,7 +388,7 @@ class Checkpointer:
 
     def _open(self, settle_wait: float) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
-        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology)
+        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, self._tracker)
         for line in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
             emit(self._on_event, Notice("settled", line))
         if self._tracker == "committed":
@@ -419,13 +419,11 @@ class Checkpointer:
 
     def _move_tracker(self, begin: Begin) -> None:
         """Forward within this attempt only; a release or an earlier iteration leaves it."""
-        directory = self._root if begin.kind == "persistent" else st.join(self._root, roots.NON_PERSISTENT)
-        if begin.kind == "release" or (begin.kind == "persistent" and begin.iteration < self._newest_saved):
+        if begin.kind not in roots.TRACKED_KINDS or begin.iteration < self._newest_saved.get(begin.kind, -1):
             return
-        if begin.kind == "persistent":
-            self._newest_saved = begin.iteration
+        self._newest_saved[begin.kind] = begin.iteration
         if not self._fenced(self.attempt):
-            self._storage.put(st.join(directory, roots.TRACKER), str(begin.iteration).encode())
+            roots.put_tracker(self._storage, self._root, begin.iteration, begin.kind)
 
     def _fenced(self, attempt: int) -> bool:
         return roots.newest_attempt(self._storage, self._root) > attempt

@@ -26,6 +26,8 @@ log = logging.getLogger("ckptlib")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
+TRACKED_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global")
+"""Kinds with a tracker of their own."""
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
@@ -43,7 +45,10 @@ class RootIdentity:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """``.ckpt/attempts/<n>.json``: one process lifetime of a run. Created exclusively; `number` orders attempts."""
+    """``.ckpt/attempts/<n>.json``: one process lifetime of a run. Created exclusively; `number` orders attempts.
+
+    `tracker` says who moves the root's tracker: ``committed``: the trainer, ``verified``: whoever verifies.
+    """
 
     number: int
     attempt_id: str
@@ -52,6 +57,7 @@ class AttemptRecord:
     host: str
     pid: int
     topology: Topology | None
+    tracker: str = "committed"
 
     def to_json(self) -> dict[str, Any]:
         """As a record body."""
@@ -63,6 +69,7 @@ class AttemptRecord:
             "host": self.host,
             "pid": self.pid,
             "topology": None if self.topology is None else self.topology.to_json(),
+            "tracker": self.tracker,
         }
 
     @classmethod
@@ -79,6 +86,7 @@ class AttemptRecord:
                 host=value["host"],
                 pid=value["pid"],
                 topology=None if topology is None else Topology.from_json(topology),
+                tracker=value.get("tracker", "committed"),
             )
         except (KeyError, TypeError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
@@ -174,7 +182,9 @@ def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
     return RootIdentity(root_id=value["root_id"], run=value["run"])
 
 
-def start_attempt(storage: st.Storage, root: str, run: str, topology: Topology | None) -> AttemptRecord:
+def start_attempt(
+    storage: st.Storage, root: str, run: str, topology: Topology | None, tracker: str = "committed"
+) -> AttemptRecord:
     """Creates the next attempt file, exclusively (W8). Attempts count from 1."""
     while True:
         number = newest_attempt(storage, root) + 1
@@ -186,6 +196,7 @@ def start_attempt(storage: st.Storage, root: str, run: str, topology: Topology |
             host=socket.gethostname(),
             pid=os.getpid(),
             topology=topology,
+            tracker=tracker,
         )
         try:
             storage.create(_attempt_path(root, number), records.encode("attempt", attempt.to_json()))
@@ -329,18 +340,35 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
     return done
 
 
+def tracker_mode(storage: st.Storage, root: str) -> str | None:
+    """Who moves the trackers, by the newest attempt; None when the root has no attempts."""
+    number = newest_attempt(storage, root)
+    if not number:
+        return None
+    where = _attempt_path(root, number)
+    return AttemptRecord.decode(storage.get(where), storage.url(where)).tracker
+
+
+def put_tracker(storage: st.Storage, root: str, iteration: int | None, kind: Kind = "persistent") -> None:
+    """Makes a tracker name this iteration; None: no iteration may be loaded, so the tracker goes."""
+    directory = root if kind == "persistent" else st.join(root, NON_PERSISTENT)
+    where = st.join(directory, TRACKER)
+    if iteration is None:
+        storage.remove([where])
+    elif read_tracker(storage, directory) != str(iteration):
+        storage.put(where, str(iteration).encode())
+
+
 def write_tracker(storage: st.Storage, root: str, *, may_write: Callable[[], bool] = lambda: True) -> int | None:
     """Makes the trackers name the newest committed checkpoint (W6): an exported view, never the truth."""
     found = [f for f in scan(storage, root).found if f.state == "committed"]
     newest: int | None = None
-    for kind, directory in (("persistent", root), ("non_persistent_global", st.join(root, NON_PERSISTENT))):
+    for kind in TRACKED_KINDS:
         best = max((f for f in found if f.kind == kind), key=lambda f: f.order, default=None)
         if best is None:
             continue
-        text = str(best.iteration).encode()
-        where = st.join(directory, TRACKER)
-        if read_tracker(storage, directory) != text.decode() and may_write():
-            storage.put(where, text)
+        if may_write():
+            put_tracker(storage, root, best.iteration, kind)
         if kind == "persistent":
             newest = best.iteration
     return newest
