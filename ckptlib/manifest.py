@@ -103,7 +103,7 @@ class Begin:
     created_at: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.iteration, int) or isinstance(self.iteration, bool) or self.iteration < 0:
+        if type(self.iteration) is not int or self.iteration < 0:
             raise StateError(f"iteration {self.iteration!r}: expected a whole number, 0 or more")
         if self.kind not in KINDS:
             raise StateError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")

@@ -103,7 +103,7 @@ def make_write_plan(local_plans: Sequence[LocalPlan]) -> WritePlan:
                     f"tensor {piece.key!r}: rank {first_rank} has {first.dtype} {first.global_shape}, "
                     f"rank {rank} has {piece.dtype} {piece.global_shape}"
                 )
-            if piece.box.volume == 0 and math.prod(piece.global_shape):
+            if piece.box.volume == 0 and 0 not in piece.global_shape:
                 continue  # an empty shard of a tensor that has elements: nothing to write
             if piece.main is None:
                 shared[piece.key, piece.box].append((rank, i))
