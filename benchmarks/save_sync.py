@@ -18,15 +18,16 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
 
-State = dict[str, torch.Tensor]
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,45 @@ class Cost:
     wall: float
 
 
-def make_state(mib: int, tensors: int) -> State:
-    """`mib` MiB of float32 in equal tensors, like the weights and moments of a model."""
-    elements = mib * 1024 * 1024 // 4 // tensors
-    return {f"layers.{i}.weight": torch.randn(elements // 1024, 1024) for i in range(tensors)}
+def training_state(mib: int) -> State:
+    """A GPT's weights and AdamW moments in float32, about `mib` MiB, tensor by tensor as training has them.
+
+    Twelve parameters per layer and the hidden size of GPT-2 small; the number of layers follows from the size.
+    """
+    hidden, vocabulary = 768, 50304
+    shapes = {"embedding.weight": (vocabulary, hidden), "positions.weight": (1024, hidden)}
+    layers = max(1, round((mib * 2**20 / 12 - (vocabulary + 1024) * hidden) / (12 * hidden**2)))
+    for i in range(layers):
+        for name, rows, columns in (
+            ("attention.qkv", 3 * hidden, hidden),
+            ("attention.out", hidden, hidden),
+            ("mlp.up", 4 * hidden, hidden),
+            ("mlp.down", hidden, 4 * hidden),
+        ):
+            shapes[f"layers.{i}.{name}.weight"] = (rows, columns)
+            shapes[f"layers.{i}.{name}.bias"] = (rows,)
+        for name in ("norm1", "norm2"):
+            shapes[f"layers.{i}.{name}.weight"] = (hidden,)
+            shapes[f"layers.{i}.{name}.bias"] = (hidden,)
+    slots = {
+        name: {"step": torch.tensor(1000.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.randn(shape)}
+        for name, shape in shapes.items()
+    }
+    return {"model": {name: torch.randn(shape) for name, shape in shapes.items()}, "optimizer": {"state": slots}}
+
+
+def large_tensors(mib: int) -> State:
+    """`mib` MiB in float32 tensors of 8 MiB: nothing but bytes, where only hashing and writing count."""
+    return {f"layers.{i}.weight": torch.randn(2048, 1024) for i in range(mib // 8)}
+
+
+def tensors_of(state: State) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested dict."""
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from tensors_of(value)
 
 
 def measure(save: Callable[[str], None], directory: str) -> Cost:
@@ -59,7 +95,7 @@ def raw_write(state: State, path: str) -> None:
     """The limit: the same bytes, one file, one fsync, nothing else."""
     os.makedirs(path)
     fd = os.open(os.path.join(path, "data"), os.O_WRONLY | os.O_CREAT)
-    for tensor in state.values():
+    for tensor in tensors_of(state):
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
         while view:
             view = view[os.write(fd, view) :]
@@ -103,17 +139,21 @@ def main() -> None:
     """Runs both places and prints one JSON line at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--tmpfs", default="/dev/shm")  # noqa: S108 - the point is that it is memory
     parser.add_argument("--disk", default=".")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
-    state = make_state(options.mib, options.tensors)
-    print(f"{options.mib} MiB in {options.tensors} tensors, {options.pairs} pairs, {os.cpu_count()} CPUs")
     results = {}
-    for place, directory in (("tmpfs", options.tmpfs), ("disk", options.disk)):
-        results[place] = report(f"{place} ({directory})", run(directory, state, options.pairs))
+    for make in (training_state, large_tensors):
+        state = make(options.mib)
+        tensors = list(tensors_of(state))
+        size = sum(tensor.nbytes for tensor in tensors) / 2**20
+        print(
+            f"\n{make.__name__}: {size:.0f} MiB in {len(tensors)} tensors, {options.pairs} pairs, {os.cpu_count()} CPUs"
+        )
+        for place, directory in (("tmpfs", options.tmpfs), ("disk", options.disk)):
+            results[f"{make.__name__} {place}"] = report(place, run(directory, state, options.pairs))
     print(json.dumps(results))
 
 

@@ -201,8 +201,8 @@ class Checkpointer:
     def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
         """The resume point, and the verification it still needs before it may be trusted."""
         if self._resolver is None:
-            found = roots.newest_committed(self._storage, self._root, at=at)
-            return None if found is None else (resume.choice_of(found, "newest committed on storage"), None)
+            choice = resume.newest_committed(self._storage, self._root, at, self._on_event)
+            return None if choice is None else (choice, None)
         try:
             choice = self._resolver.resolve(run=self.run, root_url=self.root, at=at)
         except NoResumePointError:

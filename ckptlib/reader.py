@@ -16,6 +16,7 @@ import torch
 from isal import isal_zlib
 
 from ckptlib import storage as st
+from ckptlib.coordination import lead, new_group
 from ckptlib.errors import (
     CkptError,
     DtypeMismatchError,
@@ -67,9 +68,12 @@ def load(
     strict: Strict = "error",
     verify: str | None = None,
     save_id: str | None = None,
+    timeout: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fills `state` in place from the checkpoint at `url`.
+
+    Collective under `torch.distributed`: rank 0 decides which save is read (R2).
 
     Args:
         state: the tree to fill, as for `save`; tensors say what is wanted by their place, shape and dtype.
@@ -77,6 +81,7 @@ def load(
         strict: what missing and unexpected keys do: ``error`` raises on either; ``warn`` logs; ``return`` only reports.
         verify: ``"data"`` checks the digest of every file before anything is read.
         save_id: which save of the directory; None: the newest committed.
+        timeout: seconds that a rank waits for rank 0.
 
     Raises:
         NotACheckpointError, UncommittedError: nothing to load.
@@ -84,7 +89,10 @@ def load(
         IntegrityError: bytes are not what was recorded; nothing was changed.
         LoadIncompleteError: reading failed after tensors had changed; names them.
     """
-    return load_source(state, open_source(url, save_id=save_id, storage_options=storage_options), strict, verify)
+    group = new_group(timeout=timeout, name="bare")
+    group.next_round()
+    pinned = lead(group, "pin", lambda: open_source(url, save_id=save_id, storage_options=storage_options).save_id)
+    return load_source(state, open_source(url, save_id=pinned, storage_options=storage_options), strict, verify)
 
 
 def load_source(

@@ -14,12 +14,26 @@ from ckptlib.rng import KEY as RNG_KEY
 from ckptlib.sharding import ShardedObject
 from ckptlib.source import Source
 
-__all__ = ["ResumeChoice", "StoredExtras", "choice_of", "newest_verifying"]
+__all__ = ["ResumeChoice", "StoredExtras", "choice_of", "newest_committed", "newest_verifying"]
 
 
 def choice_of(found: roots.Found, reason: str) -> ResumeChoice:
     """A found checkpoint as a decision."""
     return ResumeChoice(found.url, found.iteration, None if found.save is None else found.save.save_id, reason)
+
+
+def newest_committed(
+    storage: st.Storage, root: str, at: int | None, on_event: NoticeHandler | None
+) -> ResumeChoice | None:
+    """The newest committed checkpoint of a root; None when there is none (of iteration `at`).
+
+    Directories whose records are damaged cannot be told apart from uncommitted ones; each is reported.
+    """
+    for found in roots.scan(storage, root).found:
+        if found.state == "damaged" and at in (None, found.iteration):
+            emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {found.reason}"))
+    newest = roots.newest_committed(storage, root, at=at)
+    return None if newest is None else choice_of(newest, "newest committed on storage")
 
 
 def newest_verifying(

@@ -274,11 +274,11 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
         format_ = save.begin.format if save.begin is not None else None
         result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))
     if not result:
-        format_ = formats.sniff(storage, path)
-        if format_ is not None:
-            complete, reason = formats.is_foreign_complete(storage, path, format_)
+        foreign = formats.sniff(storage, path)
+        if foreign is not None:
+            complete, reason = formats.is_foreign_complete(storage, path, foreign)
             state = "foreign" if complete else "foreign-incomplete"
-            result.append(Found(name, path, url, iteration, kind, state, None, format_, reason))
+            result.append(Found(name, path, url, iteration, kind, state, None, foreign, reason))
     return result
 
 
@@ -323,7 +323,13 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
     deadline = time.monotonic() + wait
     for found in scan(storage, root).found:
         save = found.save
-        if save is None or save.begin is None or not 0 < save.begin.attempt < attempt:
+        if save is None:
+            continue
+        if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
+            commit.bury(storage, found.path, save.save_id)
+            done.append(f"{found.name} save {save.save_id}: deletion finished")
+            continue
+        if save.begin is None or not 0 < save.begin.attempt < attempt:
             continue
         if found.state == "undecided":
             decision = commit.try_commit(storage, found.path, save.begin, decided_by="settle")

@@ -139,6 +139,9 @@ class _Phases:
 def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: int) -> tuple[Begin, WritePlan]:
     plan = make_write_plan(local_plans)
     saves = commit.list_saves(request.storage, request.path)
+    for save in saves:
+        if save.tombstoned:
+            commit.bury(request.storage, request.path, save.save_id)
     mine = [save for save in saves if save.committed and _same_attempt(save, request.begin)]
     if mine and request.on_exists != "replace":
         raise CheckpointExistsError(
