@@ -25,7 +25,7 @@ from ckptlib.errors import CkptError, RecordError, StateError, UnsafePickleError
 from ckptlib.safe_objects import Foreign, object_table
 from ckptlib.safe_tensors import DTYPES, Storages
 
-__all__ = ["Foreign", "dump_object", "load_metadata", "load_object", "load_pickle"]
+__all__ = ["Foreign", "check_object", "dump_object", "load_metadata", "load_object", "load_pickle"]
 
 
 def load_metadata(data: bytes, where: str) -> metadata.Metadata:
@@ -64,6 +64,17 @@ def load_object(data: bytes, where: str) -> Any:
     return _interpret(data, layout, where, Storages(data, layout, where))
 
 
+def check_object(data: bytes, where: str) -> archive.Layout:
+    """What `load_object` checks (CRC-32s aside), without building tensors. Raises like it.
+
+    Returns:
+        The layout of the container.
+    """
+    layout = _layout(data, where)
+    _interpret(data, layout, where, Storages(data, layout, where, materialise=False))
+    return layout
+
+
 def load_pickle(data: bytes | memoryview, where: str, persistent: Callable[[Any], Any]) -> Any:
     """Reads the ``data.pkl`` of a container whose storages the caller resolves. Raises like `load_object`."""
     return pickle_vm.interpret(data, where, object_table(persistent))
@@ -93,8 +104,7 @@ def dump_object(value: Any, where: str) -> bytes:
         raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {error}") from error
     data = out.getvalue()
     try:
-        layout = _layout(data, where)
-        _interpret(data, layout, where, Storages(data, layout, where, materialise=False))
+        check_object(data, where)
     except CkptError as error:
         raise StateError(
             f"{where}: a {_type_name(value)} cannot be saved, because no reader would load it: {error}. Checkpoints "

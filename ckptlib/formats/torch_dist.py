@@ -132,12 +132,17 @@ def locate_payloads(storage: st.Storage, path: str, items: Sequence[Location | C
         members.sort(key=lambda i: _location(items[i]).offset)
         for start in range(0, len(members), BATCH_ITEMS):
             batch = members[start : start + BATCH_ITEMS]
-            file = st.join(path, name)
-            extents = [archive.Extent(_location(items[i]).offset, _location(items[i]).length) for i in batch]
-            windows = archive.read_windows(storage, file, extents, storage.url(file))
-            for i, window in zip(batch, windows, strict=True):
-                found[i] = _payload(items[i], window, f"{storage.url(file)} at byte {_location(items[i]).offset}")
+            for i, window in zip(batch, read_windows(storage, path, [_location(items[i]) for i in batch]), strict=True):
+                where = f"{storage.url(st.join(path, name))} at byte {_location(items[i]).offset}"
+                found[i] = payload_of(items[i], window, archive.parse(window, where), where)
     return [location for location in found if location is not None]
+
+
+def read_windows(storage: st.Storage, path: str, locations: Sequence[Location]) -> list[archive.Window]:
+    """The two ends of items that lie in one file. Raises like `locate_payloads`."""
+    file = st.join(path, locations[0].file)
+    extents = [archive.Extent(location.offset, location.length) for location in locations]
+    return archive.read_windows(storage, file, extents, storage.url(file))
 
 
 def read_chunk(storage: st.Storage, path: str, item: ChunkItem) -> torch.Tensor:
@@ -215,25 +220,15 @@ def _read_item(storage: st.Storage, path: str, location: Location) -> bytes:
     return bytes(data)
 
 
-def _payload(item: Location | ChunkItem, window: archive.Window, where: str) -> Location:
-    layout = archive.parse(window, where)
-    record = layout.record("data.pkl", where)
-    pickled = window.get(record.offset, record.size)
-    if pickled is None:
-        raise RecordError(f"{where}: a pickle of {record.size} bytes is not that of one tensor")
-    archive.check_crc(pickled, record, where)
-    storages = Storages(b"", layout, where, materialise=False)
-    tensor = load_pickle(pickled, where, storages.load)
-    if not isinstance(tensor, torch.Tensor) or len(storages.keys) != 1:
-        raise RecordError(f"{where}: holds a {type(tensor).__name__}, expected one tensor")
-    if isinstance(item, ChunkItem):
-        _check_tensor(tensor, item, where)
+def payload_of(item: Location | ChunkItem, window: archive.Window, layout: archive.Layout, where: str) -> Location:
+    """The location of an item whose ends were read. Raises like `locate_payloads`."""
+    tensor, key = tensor_of(item, window, layout, where)
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{where}: a tensor of shape {tuple(tensor.shape)} with stride {tensor.stride()}: its payload is not in "
             "row-major order, so parts of it cannot be read; it can be read whole (`read_chunk`)"
         )
-    payload = layout.record(f"data/{storages.keys[0]}", where)
+    payload = layout.record(f"data/{key}", where)
     location = _location(item)
     skipped = int(tensor.storage_offset()) * tensor.element_size()
     length = tensor.numel() * tensor.element_size()
@@ -245,6 +240,28 @@ def _payload(item: Location | ChunkItem, window: archive.Window, where: str) -> 
         length,
         payload.crc32 if length == payload.size else UNKNOWN,
     )
+
+
+def tensor_of(
+    item: Location | ChunkItem, window: archive.Window, layout: archive.Layout, where: str
+) -> tuple[torch.Tensor, str]:
+    """The tensor of an item without its content (on the meta device), and the name of its storage.
+
+    Raises:
+        UnsafePickleError, RecordError: hostile or damaged, or not the tensor that the index says.
+    """
+    record = layout.record("data.pkl", where)
+    pickled = window.get(record.offset, record.size)
+    if pickled is None:
+        raise RecordError(f"{where}: a pickle of {record.size} bytes is not that of one tensor")
+    archive.check_crc(pickled, record, where)
+    storages = Storages(b"", layout, where, materialise=False)
+    tensor = load_pickle(pickled, where, storages.load)
+    if not isinstance(tensor, torch.Tensor) or len(storages.keys) != 1:
+        raise RecordError(f"{where}: holds a {type(tensor).__name__}, expected one tensor")
+    if isinstance(item, ChunkItem):
+        _check_tensor(tensor, item, where)
+    return tensor, storages.keys[0]
 
 
 def _check_tensor(value: Any, item: ChunkItem, where: str) -> torch.Tensor:

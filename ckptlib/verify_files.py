@@ -1,0 +1,269 @@
+"""Files against what is known of them: size, SHA-256, CRC-32 of stored records; one verdict each (V2)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from isal import isal_zlib
+
+from ckptlib import storage as st
+
+Verdict = Literal["ok", "missing", "extra", "size", "digest", "unreadable"]
+Origin = Literal["writer", "imported", "first-read"]
+Progress = Callable[[int, int], None]
+
+BLOCK_BYTES = 8 * 1024 * 1024
+"""Bytes per read; each thread holds one block."""
+
+BAD: frozenset[Verdict] = frozenset({"missing", "size", "digest"})
+"""Verdicts that mean: these are not the bytes that were written."""
+
+_UNREADABLE = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN,
+        errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK,
+        errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """The verdict on one file.
+
+    Attributes:
+        size: bytes found; None when it is missing or unreadable.
+        sha256: of the bytes that were read; None when they were not read.
+        expected_sha256: what it was compared with.
+        origin: where that came from (V1); None when there is nothing to compare with.
+        detail: what is wrong, for people; empty when all is well.
+    """
+
+    verdict: Verdict
+    size: int | None = None
+    sha256: str | None = None
+    expected_sha256: str | None = None
+    origin: Origin | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A range of a file that carries a CRC-32 of its own."""
+
+    offset: int
+    size: int
+    crc32: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of a file.
+
+    Attributes:
+        size: exact size; None when unknown.
+        at_least: smallest size that everything in it needs.
+        sha256: None when unknown.
+        ending: its last bytes, if they are always these: tells a file that was cut off from one that was changed.
+        sealed: ranges with a CRC-32, in order, not overlapping; compared on the way.
+    """
+
+    size: int | None = None
+    sha256: str | None = None
+    origin: Origin | None = None
+    at_least: int = 0
+    ending: bytes = b""
+    sealed: tuple[Sealed, ...] = ()
+
+
+@dataclass
+class Findings:
+    """What a verification found.
+
+    Attributes:
+        checks: verdicts by path relative to the checkpoint's directory.
+        defects: what is wrong beyond single files.
+    """
+
+    checks: dict[str, FileCheck] = field(default_factory=dict)
+    defects: list[str] = field(default_factory=list)
+
+
+def is_unreadable(error: OSError) -> bool:
+    """Whether an error says nothing about the bytes (V2): permission, timeout, a storage that is not there."""
+    return isinstance(error, PermissionError | TimeoutError | BlockingIOError) or error.errno in _UNREADABLE
+
+
+def describe(error: OSError) -> str:
+    """An error for people, in one line."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def cut_off(data: bytes, ending: bytes) -> bool:
+    """Whether a file that should end in `ending` was cut off, rather than changed in one of these bytes."""
+    tail = data[-len(ending) :]
+    return bool(ending) and (len(tail) < len(ending) or sum(a != b for a, b in zip(tail, ending, strict=True)) > 1)
+
+
+def read_small(storage: st.Storage, path: str, name: str) -> bytes | FileCheck:
+    """Content of a small file, or the verdict that it cannot be had."""
+    try:
+        return storage.get(st.join(path, name))
+    except (FileNotFoundError, NotADirectoryError):
+        return FileCheck("missing", detail="the file is not there")
+    except OSError as error:
+        return FileCheck("unreadable", detail=describe(error))
+
+
+def damaged(data: bytes, ending: bytes, detail: str, origin: Origin | None = None) -> FileCheck:
+    """Verdict on a small file that does not read as what it should be."""
+    verdict: Verdict = "size" if cut_off(data, ending) else "digest"
+    return FileCheck(verdict, len(data), hashlib.sha256(data).hexdigest(), None, origin, detail)
+
+
+def check_bytes(data: bytes, expected: Expected) -> FileCheck:
+    """Verdict on a small file that is in memory."""
+    return _judge(len(data), hashlib.sha256(data).hexdigest(), data[-64:], expected, "")
+
+
+class FileChecker:
+    """Checks files of one directory with a few threads.
+
+    Args:
+        storage, path: the checkpoint's directory.
+        read: whether files are read and hashed, or only their sizes compared.
+        threads: how many files are read at the same time.
+        progress: called with (bytes done, bytes in all) as blocks are read; from any of the threads, one at a time.
+    """
+
+    def __init__(
+        self, storage: st.Storage, path: str, *, read: bool, threads: int = 2, progress: Progress | None = None
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self.reads = read
+        self._threads = max(1, threads)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._total = 0
+        self.bytes_read = 0
+
+    def check(self, expected: Mapping[str, Expected]) -> dict[str, FileCheck]:
+        """One verdict per file, by name."""
+        sizes: dict[str, FileCheck | int] = {name: self._stat(name, want) for name, want in expected.items()}
+        self._total = sum(size for size in sizes.values() if isinstance(size, int)) if self.reads else 0
+        # Longest first: the last thread to finish then ends with a short one.
+        order = sorted(expected, key=lambda name: size if isinstance(size := sizes[name], int) else 0, reverse=True)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="ckptlib-verify") as pool:
+            try:
+                found = pool.map(lambda name: self._check(name, sizes[name], expected[name]), order)
+                checks = dict(zip(order, found, strict=True))
+            except BaseException:  # also Ctrl-C, and whatever `progress` raises: the other threads stop at once
+                self._stopped.set()
+                raise
+        return {name: checks[name] for name in sorted(checks)}
+
+    def _stat(self, name: str, want: Expected) -> FileCheck | int:
+        """Size of a file, or the verdict that its size alone gives."""
+        try:
+            size = self._storage.stat(st.join(self._path, name))
+        except OSError as error:
+            return FileCheck("unreadable", None, None, want.sha256, want.origin, describe(error))
+        if size is None:
+            return FileCheck("missing", None, None, want.sha256, want.origin, "the file is not there")
+        if want.size is not None and size != want.size:
+            return FileCheck("size", size, None, want.sha256, want.origin, f"{size} bytes, expected {want.size}")
+        if size < want.at_least:
+            detail = f"{size} bytes, at least {want.at_least} expected"
+            return FileCheck("size", size, None, want.sha256, want.origin, detail)
+        return size
+
+    def _check(self, name: str, size: FileCheck | int, want: Expected) -> FileCheck:
+        if isinstance(size, FileCheck):
+            return size
+        if not self.reads:
+            return FileCheck("ok", size, None, want.sha256, want.origin)
+        try:
+            digest, tail, damage = self._hash(st.join(self._path, name), size, want.sealed)
+        except FileNotFoundError:
+            return FileCheck("missing", None, None, want.sha256, want.origin, "the file vanished while it was checked")
+        except OSError as error:
+            again = self._stat(name, want)
+            if isinstance(again, FileCheck) and again.verdict in BAD:  # cut off while it was read
+                return again
+            return FileCheck("unreadable", size, None, want.sha256, want.origin, describe(error))
+        return _judge(size, digest, tail, want, damage)
+
+    def _hash(self, file: str, size: int, sealed: Sequence[Sealed]) -> tuple[str, bytes, str]:
+        """SHA-256, last bytes, and what the CRC-32s inside say is damaged."""
+        whole = hashlib.sha256()
+        watch = _SealedReader(sealed)
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
+        tail = b""
+        for start in range(0, size, BLOCK_BYTES):
+            if self._stopped.is_set():
+                break
+            block = buffer[: min(BLOCK_BYTES, size - start)]
+            self._storage.read_into(file, [(start, block)])
+            whole.update(block)
+            watch.feed(start, block)
+            tail = (tail + bytes(block[-64:]))[-64:]
+            self._advance(len(block))
+        return whole.hexdigest(), tail, watch.damage
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            self.bytes_read += count
+            if self._progress is not None:
+                self._progress(self.bytes_read, self._total)
+
+
+class _SealedReader:
+    """Follows a file block by block and compares the CRC-32 of each sealed range."""
+
+    def __init__(self, sealed: Sequence[Sealed]) -> None:
+        self._sealed = sealed
+        self._next = 0
+        self._crc32 = 0
+        self.damage = ""
+
+    def feed(self, start: int, block: memoryview) -> None:
+        """Takes the next block, which begins at `start` of the file."""
+        stop = start + len(block)
+        while self._next < len(self._sealed) and self._sealed[self._next].offset < stop:
+            part = self._sealed[self._next]
+            first, last = max(part.offset, start), min(part.offset + part.size, stop)
+            if first < last:
+                self._crc32 = isal_zlib.crc32(block[first - start : last - start], self._crc32)
+            if part.offset + part.size > stop:
+                return
+            if self._crc32 != part.crc32 and not self.damage:
+                self.damage = f"{part.what}: CRC-32 {self._crc32:08x}, recorded {part.crc32:08x}"
+            self._next += 1
+            self._crc32 = 0
+
+
+def _judge(size: int, digest: str, tail: bytes, want: Expected, damage: str) -> FileCheck:
+    verdict: Verdict = "ok"
+    detail = damage
+    if want.size is not None and size != want.size:
+        verdict, detail = "size", f"{size} bytes, expected {want.size}"
+    elif want.sha256 is not None and digest != want.sha256:
+        verdict = "size" if cut_off(tail, want.ending) else "digest"
+        if verdict == "size":
+            detail = f"cut off after {size} bytes"
+        elif want.sealed and not damage:
+            detail = "its bytes are not those recorded, although every CRC-32 in it fits: maybe the record is damaged"
+        else:
+            detail = damage or "its bytes are not those recorded"
+    elif damage:
+        verdict = "digest"
+    return FileCheck(verdict, size, digest, want.sha256, want.origin, detail)
