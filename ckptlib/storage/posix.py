@@ -126,13 +126,10 @@ class PosixStorage:
         directory = base.parent(path)
         make_directory(directory)
         temporary = base.join(directory, f".{base.basename(path)}.{uuid.uuid4().hex}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                _write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)  # quota errors of write-back can surface only here
+            with open(temporary, "xb", buffering=0) as file:  # closing may raise: quota errors of write-back
+                _write_all(file.fileno(), data)
+                os.fsync(file.fileno())
         except BaseException:
             _unlink_quietly(temporary)
             raise
@@ -145,7 +142,7 @@ class PosixWriteStream:
     def __init__(self, path: str) -> None:
         make_directory(base.parent(path))
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by finish or abort
         self._hasher = StreamHasher()
         self._small = bytearray()
         self._size = 0
@@ -167,10 +164,9 @@ class PosixWriteStream:
         """fsync of the file, then of its directory."""
         try:
             self._write_small()
-            os.fsync(self._fd)
+            os.fsync(self._file.fileno())
         finally:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            self._file.close()
         sync_directory(base.parent(self._path))
         return Written(self._size, self._hasher.digest())
 
@@ -178,9 +174,7 @@ class PosixWriteStream:
         """Closes and unlinks; the caller is already handling an error."""
         self._hasher.close()
         with contextlib.suppress(OSError):
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            self._file.close()
         _unlink_quietly(self._path)
 
     def _write_small(self) -> None:
@@ -190,10 +184,10 @@ class PosixWriteStream:
 
     def _write_block(self, block: memoryview) -> None:
         self._hasher.update(block)
-        _write_all(self._fd, block)
+        _write_all(self._file.fileno(), block)
         self._size += len(block)
         if self._size - self._flushed >= FLUSH_BYTES:
-            _start_writeback(self._fd, self._flushed, self._size - self._flushed)
+            _start_writeback(self._file.fileno(), self._flushed, self._size - self._flushed)
             self._flushed = self._size
 
 
