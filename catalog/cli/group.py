@@ -1,0 +1,103 @@
+"""The program around the verbs: plug-ins, global options anywhere, and how everything ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_group
+
+from catalog.cli.arguments import hoist, output_format
+from catalog.cli.exits import ExitCode, explain
+from catalog.cli.output import JsonOutput, Output, TableOutput
+
+PLUGINS = "ckpt.commands"
+"""Entry-point group of the verbs of other layers: name -> a `typer.Typer`, imported when it is called or listed."""
+
+
+class Program(TyperGroup):
+    """The root of the ``ckpt`` command tree."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs one command line and exits with its code. Every error ends here."""
+        given = hoist(sys.argv[1:] if args is None else args)
+        try:
+            result = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+        except Exception as error:  # noqa: BLE001  whatever it is, it must end as an exit code and a message
+            sys.exit(_report(error, given))
+        if result == ExitCode.CANCELLED:
+            # The parser swallows Ctrl-C and returns its code.
+            sys.exit(_report(KeyboardInterrupt(), given))
+        sys.exit(result if isinstance(result, int) else 0)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Own verbs, then those of plug-ins."""
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in self._plugins if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """An own verb, or the plug-in of that name."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in self._plugins:
+            return own
+        return _load(self._plugins[cmd_name])
+
+    @cached_property
+    def _plugins(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in sorted(entry_points(group=PLUGINS), key=lambda entry: entry.name)}
+
+
+def _load(entry: EntryPoint) -> Any:
+    """The command group of a plug-in. One that cannot be imported must not break the others, nor ``--help``."""
+    try:
+        plugin = entry.load()
+    except ImportError as error:
+        plugin = _unavailable(entry, error)
+    group = get_group(plugin)
+    group.name = entry.name
+    return group
+
+
+def _unavailable(entry: EntryPoint, error: ImportError) -> typer.Typer:
+    reason = f"'ckpt {entry.name}' ({entry.value}) is not available: {error}"
+    plugin = typer.Typer(
+        help=f"Not available: {error}",
+        invoke_without_command=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+
+    @plugin.callback()
+    def fail() -> None:
+        raise RuntimeError(reason) from error
+
+    return plugin
+
+
+def _report(error: BaseException, args: Sequence[str]) -> int:
+    """Writes why the program ends to standard error, and returns the exit code."""
+    as_json = output_format(args, os.environ.get("CKPT_OUTPUT")) == "json"
+    output: Output = JsonOutput() if as_json else TableOutput()
+    known = explain(error)
+    if known is None:
+        # A defect of the program: whoever reports it needs to know where.
+        traceback.print_exception(error)
+        known = ExitCode.ERROR, f"unexpected {type(error).__name__}: {error}. This is a defect; please report it."
+    code, message = known
+    if message:
+        output.error(message, code)
+    return int(code)

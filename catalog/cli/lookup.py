@@ -1,0 +1,75 @@
+"""Finding what a name on the command line means in the catalog, with help when it means nothing."""
+
+from __future__ import annotations
+
+import shlex
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import typer
+
+from catalog.cli.selector import Selector, parse
+from catalog.cli.text import printable
+
+if TYPE_CHECKING:
+    from catalog.catalog import Catalog
+    from catalog.rows import CheckpointRow
+
+
+def select(catalog: Catalog, name: str) -> Selector:
+    """The run, or checkpoint, that `name` means. Its run exists.
+
+    Raises:
+        CatalogError: the catalog has no such run; names similar ones.
+    """
+    selector = parse(name, _runs(catalog))
+    require_run(catalog, selector.run)
+    return selector
+
+
+def require_run(catalog: Catalog, run: str) -> None:
+    """Raises: CatalogError: the catalog has no run of exactly this name."""
+    from ckptlib.errors import CatalogError
+
+    if not is_known(catalog, run):
+        raise CatalogError(f"{unknown_run(catalog, run)}")
+
+
+def is_known(catalog: Catalog, run: str) -> bool:
+    """Whether the catalog has a run of exactly this name."""
+    return run in _runs(catalog)
+
+
+def unknown_run(catalog: Catalog, run: str) -> str:
+    """Says that there is no such run, what it may be instead, or how to add one."""
+    runs = sorted(_runs(catalog))
+    similar = get_close_matches(run, runs, n=3, cutoff=0.5)
+    if similar:
+        hint = f"Did you mean {' or '.join(repr(other) for other in similar)}?"
+    elif runs:
+        hint = "See `ckpt runs ls`; to add what is on storage: ckpt scan ROOT --adopt"
+    else:
+        hint = "The catalog is empty; to add what is on storage: ckpt scan ROOT --adopt"
+    return f"The catalog knows no run {run!r}. {hint}"
+
+
+def checkpoint(catalog: Catalog, name: str, save_id: str | None = None) -> CheckpointRow:
+    """The checkpoint that ``RUN@ITER`` means.
+
+    Raises:
+        CatalogError: there is no such run, or checkpoint.
+        typer.BadParameter: it names a run without an iteration.
+    """
+    selector = select(catalog, name)
+    if selector.iteration is None:
+        raise typer.BadParameter(f"{name!r} names a run; a checkpoint is RUN@ITER. List them: {command('ls', name)}")
+    return catalog.checkpoint(selector.run, selector.iteration, save_id)
+
+
+def command(*words: str) -> str:
+    """A command line to copy, quoted for the shell."""
+    return shlex.join(["ckpt", *(printable(word) for word in words)])
+
+
+def _runs(catalog: Catalog) -> set[str]:
+    return {location.run for location in catalog.locations()}

@@ -1,0 +1,220 @@
+"""The two ways results leave the program: tables for people, JSON for programs. Verbs only hand over dataclasses.
+
+Results go to standard output. Notes, progress and errors go to standard error, so that a pipe carries results only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from catalog.cli import text
+from catalog.cli.columns import Column, Row, columns_of, is_empty, to_json
+
+Advance = Callable[[int, int], None]
+"""Progress: (done, total)."""
+
+PIPE_WIDTH = 100_000
+"""Columns of a table that goes into a file or a pipe: nothing is wrapped or left out there."""
+
+
+class Output(Protocol):
+    """What a verb can say."""
+
+    def rows(self, row_type: type[Row], rows: Sequence[Row], *, known: Collection[str] = ()) -> None:
+        """A list of results, perhaps an empty one.
+
+        Args:
+            known: fields that whoever asked knows already: left out of tables.
+        """
+
+    def document(self, document: Row) -> None:
+        """One result: its values, then its lists of rows as tables."""
+
+    def preview(self, document: Row) -> None:
+        """What is about to happen, before the question whether it should. The result follows."""
+
+    def note(self, message: str) -> None:
+        """A remark for people: what happened, which command comes next."""
+
+    def error(self, message: str, code: int) -> None:
+        """Why the program ends with this exit code."""
+
+    def progress(self, label: str) -> AbstractContextManager[Advance]:
+        """Shows the progress of long work, in bytes, while the block runs, if somebody is watching."""
+
+    def busy(self, label: str) -> AbstractContextManager[None]:
+        """Shows that work of unknown length goes on, if somebody is watching."""
+
+
+class JsonOutput:
+    """One JSON value per command on standard output; an ``exit_error`` object on standard error."""
+
+    def rows(self, row_type: type[Row], rows: Sequence[Row], *, known: Collection[str] = ()) -> None:
+        """A JSON array of objects with all fields."""
+        self._print(rows)
+
+    def document(self, document: Row) -> None:
+        """A JSON object."""
+        self._print(document)
+
+    def preview(self, document: Row) -> None:
+        """Nothing: there is one JSON value per command, and that is the result."""
+
+    def note(self, message: str) -> None:
+        """Nothing: notes are for people."""
+
+    def error(self, message: str, code: int) -> None:
+        """``{"message_type": "exit_error", "code": 20, "error": "..."}`` on one line."""
+        line = json.dumps({"message_type": "exit_error", "code": code, "error": message}, ensure_ascii=False)
+        _write(sys.stderr, line)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Advance]:
+        """Nothing is shown."""
+        yield lambda done, total: None
+
+    @contextmanager
+    def busy(self, label: str) -> Iterator[None]:
+        """Nothing is shown."""
+        yield
+
+    def _print(self, value: object) -> None:
+        _write(sys.stdout, json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=2))
+
+
+class TableOutput:
+    """Tables and sentences for people. `wide` adds the columns of ``-v``; `quiet` leaves out notes and progress."""
+
+    def __init__(self, *, wide: bool = False, quiet: bool = False) -> None:
+        self._wide = wide
+        self._quiet = quiet
+        self._out = _console(sys.stdout)
+        self._err = _console(sys.stderr)
+
+    def rows(self, row_type: type[Row], rows: Sequence[Row], *, known: Collection[str] = ()) -> None:
+        """A table with a header line; no lines drawn, so that it can be cut and searched."""
+        if rows:
+            self._print_table(row_type, rows, known)
+
+    def document(self, document: Row) -> None:
+        """Single values as ``label  value`` lines, then each list of rows as a table under its header."""
+        values: list[tuple[str, Text]] = []
+        tables: list[tuple[Column, Sequence[Row]]] = []
+        for name, column in columns_of(type(document), wide=self._wide):
+            value = getattr(document, name)
+            if _is_rows(value):
+                tables.append((column, value))
+            elif not is_empty(value):
+                values.append((column.header, column.cell(value)))
+        width = max((len(label) for label, _ in values), default=0)
+        for label, cell in values:
+            for line in cell.split("\n"):
+                # Not wrapped here: a URL that the terminal wraps by itself can still be copied.
+                self._out.print(Text.assemble((f"{label:{width}}  ", "bold"), line), soft_wrap=True)
+                label = ""
+        for column, rows in tables:
+            self._out.print()
+            self._out.print(Text(column.header, style="bold"))
+            shown = rows if self._wide or not column.limit else rows[-column.limit :]
+            if len(shown) < len(rows):
+                self._out.print(Text(f"({len(rows) - len(shown)} more, with -v)", style="dim"))
+            self._print_table(type(rows[0]), shown)
+
+    def preview(self, document: Row) -> None:
+        """As a result."""
+        self.document(document)
+        self._out.print()
+
+    def note(self, message: str) -> None:
+        """One paragraph on standard error."""
+        if not self._quiet:
+            self._err.print(Text(message), soft_wrap=True)
+
+    def error(self, message: str, code: int) -> None:
+        """``error: ...`` on standard error."""
+        self._err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Advance]:
+        """A bar with bytes, rate and remaining time, only on a terminal."""
+        if self._quiet or not self._err.is_terminal:
+            yield lambda done, total: None
+            return
+        bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._err,
+            transient=True,
+        )
+        with bar:
+            task = bar.add_task(text.printable(label), total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    @contextmanager
+    def busy(self, label: str) -> Iterator[None]:
+        """A spinner, only on a terminal."""
+        if self._quiet or not self._err.is_terminal:
+            yield
+            return
+        with self._err.status(Text(text.printable(label))):
+            yield
+
+    def _print_table(self, row_type: type[Row], rows: Sequence[Row], known: Collection[str] = ()) -> None:
+        shown = [
+            (name, column)
+            for name, column in columns_of(row_type, wide=self._wide)
+            if name not in known and not (column.drop and all(is_empty(getattr(row, name)) for row in rows))
+        ]
+        table = _table(shown, rows)
+        # Columns are dropped whole: a truncated digest or time is worth nothing.
+        while _width(table, self._out) > self._out.width:
+            droppable = max(shown, key=lambda entry: entry[1].drop)
+            if droppable[1].drop == 0:
+                break
+            shown = [entry for entry in shown if entry is not droppable]
+            table = _table(shown, rows)
+        self._out.print(table)
+
+
+def _write(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def _table(shown: Sequence[tuple[str, Column]], rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for _, column in shown:
+        fixed = column.justify == "right"
+        table.add_column(column.header, justify=column.justify, no_wrap=fixed, overflow="fold")
+    for row in rows:
+        table.add_row(*(column.cell(getattr(row, name)) for name, column in shown))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    unlimited = console.options.update_width(PIPE_WIDTH)
+    return Measurement.get(console, unlimited, table).maximum
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, Sequence) and bool(value) and hasattr(value[0], "__dataclass_fields__")
+
+
+def _console(stream: TextIO) -> Console:
+    """A console on this stream. Without a terminal and without ``COLUMNS`` nothing limits the width."""
+    limited = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(file=stream, width=None if limited else PIPE_WIDTH, highlight=False, markup=False, emoji=False)

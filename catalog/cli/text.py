@@ -1,0 +1,83 @@
+"""How values are written for people: sizes, times, numbers, names. Pure, except for the local time zone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def size(count: int) -> str:
+    """Bytes with three significant digits in the binary unit that fits: ``812 GiB``, ``3.42 MiB``, ``17 B``."""
+    value = float(count)
+    unit = 0
+    # 999.5 would round to four digits in this unit.
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value /= 1024
+        unit += 1
+    if unit == 0:
+        return f"{count} B"
+    texts = (f"{value:.{digits}f}" for digits in (2, 1, 0))
+    return f"{next((text for text in texts if len(text) <= 4), str(round(value)))} {UNITS[unit]}"
+
+
+def local_minute(moment: datetime | None) -> str:
+    """A time as ``2026-11-29 11:15 CET``: local, with the zone named."""
+    return "-" if moment is None else _local(moment).strftime("%Y-%m-%d %H:%M %Z")
+
+
+def local_second(moment: datetime | None) -> str:
+    """A time as ``2026-11-29 11:15:07 CET``."""
+    return "-" if moment is None else _local(moment).strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def utc_iso(moment: datetime) -> str:
+    """A time for programs: ``2026-11-29T10:15:07.123Z``."""
+    return _aware(moment).astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def age(duration: timedelta) -> str:
+    """A duration in its largest whole unit: ``3 d``, ``5 h``, ``12 min``, ``40 s``."""
+    seconds = max(0, int(duration.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def seconds(value: float) -> str:
+    """A duration in tenths of a second."""
+    return f"{value:.1f}"
+
+
+def number(value: float) -> str:
+    """A metric with four significant digits; whole numbers in full."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def numbers(values: Mapping[str, float]) -> str:
+    """Metrics on one line: ``loss=1.881 val_loss=1.93``."""
+    return " ".join(f"{printable(name)}={number(value)}" for name, value in values.items())
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer the terminal: control characters are written as their escapes."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def count(amount: int, noun: str) -> str:
+    """``1 checkpoint``, ``3 checkpoints``."""
+    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def _aware(moment: datetime) -> datetime:
+    """The catalog's clock is UTC (S2); SQLite gives it back without saying so."""
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+def _local(moment: datetime) -> datetime:
+    return _aware(moment).astimezone()

@@ -1,0 +1,160 @@
+"""``ckpt verify``: read checkpoints back and compare them with what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from catalog.cli import lookup
+from catalog.cli.context import Cli
+from catalog.cli.exits import Ended, ExitCode
+from catalog.cli.verify_views import Checked, SkippedView, VerifyView, ending, next_command
+
+if TYPE_CHECKING:
+    from catalog.catalog import Catalog
+    from catalog.rows import CheckpointRow, VerifyLease
+
+LEASE_SECONDS = 120.0
+"""A checkpoint stays ours for so long after the last sign of life; the lease is renewed while it is read."""
+
+
+class Level(StrEnum):
+    """How much is looked at (V3)."""
+
+    LISTING = "listing"
+    STORE = "store"
+    STRUCTURE = "structure"
+    DATA = "data"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to verify."""
+
+    level: str
+    threads: int
+    force: bool
+
+
+def verify(
+    ctx: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN[@ITER]]", help="A checkpoint, or all of a run that wait.", show_default=False),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that wait, of every run.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="A checkpoint by its directory, without a catalog.", show_default=False)
+    ] = None,
+    level: Annotated[
+        Level, typer.Option(help="Names and sizes; digests kept by the store; structure; every byte.")
+    ] = Level.DATA,
+    threads: Annotated[int, typer.Option(help="Files that are read at the same time.", min=1, max=256)] = 2,
+    force: Annotated[bool, typer.Option("--force", help="Also those that have a verdict already.")] = False,
+) -> None:
+    """Verify checkpoints and record the verdict. One that is named by RUN@ITER is verified in any case.
+
+    Exit code 20: corrupt. 11: somebody else is verifying it. 3: not everything could be read.
+    """
+    cli = Cli.of(ctx)
+    if [target is not None, everything, url is not None].count(True) != 1:
+        raise typer.BadParameter("give one of RUN, RUN@ITER, --all or --url")
+    options = Options(level=level.value, threads=threads, force=force)
+    skipped: list[SkippedView] = []
+    if url is not None:
+        done, words = [_verify_url(cli, url, options)], ["--url", url]
+    else:
+        words = ["--all"] if target is None else [target]
+        with cli.catalog() as catalog:
+            selector = None if target is None else lookup.select(catalog, target)
+            if selector is not None and selector.iteration is not None:
+                row = catalog.checkpoint(selector.run, selector.iteration)
+                done = [_verify_one(cli, catalog, row, options)]
+            else:
+                done, skipped = _verify_waiting(cli, catalog, None if selector is None else selector.run, options)
+    following = next_command(words, options.level, done, skipped)
+    cli.output.document(VerifyView.of(options.level, done, skipped, following))
+    if not done and not skipped:
+        cli.output.note(
+            f"Nothing waits for verification. All of it again: {lookup.command('verify', *words, '--force')}"
+        )
+    elif following:
+        cli.output.note(f"Next: {following}")
+    code, reason = ending(done, skipped)
+    if code is not ExitCode.OK:
+        raise Ended(code, reason)
+
+
+def _verify_url(cli: Cli, url: str, options: Options) -> Checked:
+    import ckptlib
+
+    with cli.output.progress(url) as advance:
+        report = ckptlib.verify(url, level=options.level, threads=options.threads, progress=advance)
+    return Checked(run=None, iteration=None, save_id=report.save_id, url=url, verdict="", report=report)
+
+
+def _verify_one(cli: Cli, catalog: Catalog, row: CheckpointRow, options: Options) -> Checked:
+    """Verifies a checkpoint whatever its verdict is.
+
+    Raises:
+        LeaseHeldError: somebody else is at it.
+    """
+    (lease,) = catalog.lease_unverified(owner=_owner(), ttl=LEASE_SECONDS, checkpoint_id=row.id, force=True)
+    return _verify_leased(cli, catalog, lease, options)
+
+
+def _verify_waiting(
+    cli: Cli, catalog: Catalog, run: str | None, options: Options
+) -> tuple[list[Checked], list[SkippedView]]:
+    """Verifies what waits, newest first; what cannot be verified now is reported and does not stop the rest."""
+    from ckptlib.errors import CkptError
+
+    done: list[Checked] = []
+    skipped: list[SkippedView] = []
+    tried: set[int] = set()
+    while leases := catalog.lease_unverified(
+        owner=_owner(), ttl=LEASE_SECONDS, run=run, force=options.force, exclude=tried
+    ):
+        lease = leases[0]
+        tried.add(lease.checkpoint_id)
+        try:
+            done.append(_verify_leased(cli, catalog, lease, options))
+        except (CkptError, OSError) as error:
+            skipped.append(SkippedView(lease.run, lease.iteration, str(error)))
+    skipped += _left(catalog, run, tried)
+    return done[::-1], skipped
+
+
+def _verify_leased(cli: Cli, catalog: Catalog, lease: VerifyLease, options: Options) -> Checked:
+    from catalog.verification import verify_leased
+
+    with cli.output.progress(lease.name) as advance:
+        report = verify_leased(
+            catalog, lease, level=options.level, threads=options.threads, progress=advance, ttl=LEASE_SECONDS
+        )
+    row = catalog.checkpoint_by_id(lease.checkpoint_id)
+    return Checked(row.run, row.iteration, row.save_id, row.url, row.verdict, report)
+
+
+def _left(catalog: Catalog, run: str | None, tried: set[int]) -> Iterator[SkippedView]:
+    """What still waits, because others have it or because it could not be read before."""
+    for row in catalog.checkpoints(run, lifecycle="finalized", verdict="unverified"):
+        if row.id in tried:
+            continue
+        if row.lease_owner is not None:
+            reason = f"{row.lease_owner} is verifying it"
+        elif row.retry_at is not None:
+            reason = f"could not be read before, waits; now: {lookup.command('verify', row.name)}"
+        else:
+            reason = "was committed meanwhile"
+        yield SkippedView(row.run, row.iteration, reason)
+
+
+def _owner() -> str:
+    from catalog.catalog import default_actor
+
+    return default_actor()

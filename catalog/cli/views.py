@@ -1,0 +1,209 @@
+"""The rows that verbs print: one dataclass per table. Their field names are the keys of the JSON form (docs/cli.md)."""
+
+# `column` declares a field, as dataclasses.field does.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Self
+
+from rich.text import Text
+
+from catalog.cli import text
+from catalog.cli.columns import column, plain, state
+from catalog.rows import CheckpointRow, FileRow, HoldRow, RunRow, VerificationRow
+from ckptlib.topology import Topology
+
+FILE_CLASSES = ("ok", "missing", "extra", "size", "digest", "unreadable")
+"""Verdicts of a file, in the order in which they are counted (V2)."""
+
+
+def names(values: Sequence[str]) -> str:
+    """A list of names on one line."""
+    return ", ".join(plain(value) for value in values)
+
+
+def alarm(value: int) -> Text:
+    """A count that should be zero."""
+    return Text(str(value), style="bold red" if value else "")
+
+
+def file_classes(counts: Mapping[str, int]) -> str:
+    """Files per verdict: ``13 ok, 1 digest``."""
+    return ", ".join(f"{counts[name]} {name}" for name in FILE_CLASSES if counts.get(name))
+
+
+def digest(value: str) -> Text:
+    """The first digits of a digest: enough to compare by eye."""
+    return Text(value[:12])
+
+
+def topology(value: Mapping[str, int]) -> str:
+    """Axes in short form: ``tp2-dp2``."""
+    return str(Topology.from_json(value))
+
+
+def axes(value: Topology | None) -> dict[str, int] | None:
+    """All axes of a topology, for programs."""
+    return None if value is None else value.to_json()
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A line of ``ckpt runs ls``."""
+
+    run: str = column("RUN")
+    attempts: int = column("ATTEMPTS", justify="right", drop=5)
+    checkpoints: int = column("CHECKPOINTS", justify="right", drop=2)
+    newest_iteration: int | None = column("NEWEST", justify="right")
+    newest_verified_iteration: int | None = column("VERIFIED", justify="right")
+    newest_verified_at: datetime | None = column("VERIFIED SAVED", text.local_minute, drop=4)
+    unverified: int = column("UNVERIFIED", justify="right", drop=3)
+    corrupt: int = column("CORRUPT", alarm, justify="right")
+    bytes: int = column("SIZE", text.size, justify="right", drop=1)
+    roots: tuple[str, ...] = column("ROOTS", names, wide=True)
+    created_at: datetime = column("CREATED", text.local_minute, wide=True, drop=6)
+
+    @classmethod
+    def of(cls, row: RunRow) -> Self:
+        """The view of a row."""
+        return cls(
+            run=row.name,
+            attempts=row.attempts,
+            checkpoints=row.checkpoints,
+            newest_iteration=row.newest,
+            newest_verified_iteration=row.newest_verified,
+            newest_verified_at=row.newest_verified_at,
+            unverified=row.unverified,
+            corrupt=row.corrupt,
+            bytes=row.size,
+            roots=row.roots,
+            created_at=row.created_at,
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A line of ``ckpt ls``, and a candidate of ``ckpt resume``."""
+
+    run: str = column("RUN")
+    iteration: int = column("ITER", justify="right")
+    attempt: int = column("ATTEMPT", justify="right", drop=3)
+    kind: str = column("KIND", drop=4)
+    lifecycle: str = column("LIFECYCLE", state)
+    verdict: str = column("VERDICT", state)
+    bytes: int = column("SIZE", text.size, justify="right", drop=1)
+    saved_at: datetime = column("SAVED", text.local_minute, drop=2)
+    holds: tuple[str, ...] = column("HOLDS", names, drop=5)
+    metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6)
+    branch: str = column("BRANCH", wide=True, drop=7)
+    topology: Mapping[str, int] | None = column("TOPOLOGY", topology, wide=True, drop=8)
+    save_id: str = column("SAVE ID", wide=True, drop=9)
+    url: str = column("URL", wide=True, drop=10)
+
+    @classmethod
+    def of(cls, row: CheckpointRow, holds: Sequence[HoldRow] = ()) -> Self:
+        """The view of a row, with the holds in force."""
+        return cls(
+            run=row.run,
+            iteration=row.iteration,
+            attempt=row.attempt,
+            kind=row.kind,
+            lifecycle=row.lifecycle,
+            verdict=row.verdict,
+            bytes=row.size,
+            saved_at=row.committed_at,
+            holds=tuple(hold.kind for hold in holds),
+            metrics=row.metrics,
+            branch=row.branch,
+            topology=axes(row.topology),
+            save_id=row.save_id,
+            url=row.url,
+        )
+
+
+@dataclass(frozen=True)
+class FileView:
+    """A file of a checkpoint: what was recorded for it, and where its digest comes from (V1)."""
+
+    path: str = column("PATH")
+    role: str = column("ROLE", drop=2)
+    bytes: int = column("SIZE", text.size, justify="right")
+    sha256: str | None = column("SHA-256", digest)
+    origin: str = column("ORIGIN", drop=1)
+
+    @classmethod
+    def of(cls, row: FileRow) -> Self:
+        """The view of a row."""
+        return cls(path=row.path, role=row.role, bytes=row.size, sha256=row.sha256, origin=row.origin)
+
+
+@dataclass(frozen=True)
+class ProblemView:
+    """A file that is not as it was recorded."""
+
+    path: str = column("PATH")
+    verdict: str = column("VERDICT", state)
+    detail: str = column("DETAIL")
+
+
+@dataclass(frozen=True)
+class VerificationView:
+    """A finished verification."""
+
+    finished_at: datetime = column("VERIFIED AT", text.local_second)
+    level: str = column("LEVEL")
+    outcome: str = column("OUTCOME", state)
+    files: Mapping[str, int] = column("FILES", file_classes)
+    bytes_read: int = column("READ", text.size, justify="right", drop=2)
+    seconds: float = column("SECONDS", text.seconds, justify="right", drop=3)
+    worker: str = column("WORKER", drop=4)
+    failed: tuple[ProblemView, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, row: VerificationRow) -> Self:
+        """The view of a row."""
+        return cls(
+            finished_at=row.finished_at,
+            level=row.level,
+            outcome=row.outcome,
+            files=row.counts,
+            bytes_read=row.bytes_read,
+            seconds=row.seconds,
+            worker=row.worker,
+            failed=tuple(
+                ProblemView(path, entry.get("verdict", ""), entry.get("detail", ""))
+                for path, entry in row.failed.items()
+            ),
+            problems=row.problems,
+        )
+
+
+@dataclass(frozen=True)
+class HoldView:
+    """A reason not to delete a checkpoint."""
+
+    kind: str = column("KIND")
+    owner: str = column("OWNER")
+    reason: str = column("REASON")
+    created_at: datetime = column("SINCE", text.local_minute, drop=1)
+    expires_at: datetime | None = column("UNTIL", text.local_minute)
+
+    @classmethod
+    def of(cls, row: HoldRow) -> Self:
+        """The view of a row."""
+        return cls(row.kind, row.owner, row.reason, row.created_at, row.expires_at)
+
+
+@dataclass(frozen=True)
+class AncestorView:
+    """A step of a checkpoint's lineage: the save that the one above resumed from."""
+
+    iteration: int | None = column("ITER", justify="right")
+    attempt: int | None = column("ATTEMPT", justify="right")
+    verdict: str | None = column("VERDICT", state)
+    save_id: str = column("SAVE ID")
