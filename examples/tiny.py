@@ -1,6 +1,7 @@
-"""The smallest trainer with a `Checkpointer`: one process, a few seconds, bit-deterministic, resumes by itself.
+"""The smallest trainer with a `Checkpointer`: a few seconds, bit-deterministic, resumes by itself.
 
     python examples/tiny.py --root /tmp/tiny --steps 12 --save-every 4
+    torchrun --nproc-per-node 2 examples/tiny.py --root /tmp/tiny
 
 Kill it at any moment and start it again: it prints ``resumed from step N`` and ends with the same ``final.json``.
 """
@@ -12,8 +13,9 @@ import json
 import os
 
 import torch
+import torch.distributed as dist
 
-from ckptlib import Checkpointer
+from ckptlib import Checkpointer, Topology
 
 
 def train(root: str, steps: int, save_every: int) -> None:
@@ -23,8 +25,14 @@ def train(root: str, steps: int, save_every: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    if dist.is_initialized():
+        torch.manual_seed(dist.get_rank())  # other inputs and other dropout on each rank, the same initial weights
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with Checkpointer(os.path.join(root, "run"), run="tiny", save_interval=save_every) as checkpointer:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    topology = Topology(dp=ranks)
+    with Checkpointer(
+        os.path.join(root, "run"), run="tiny", topology=topology, save_interval=save_every
+    ) as checkpointer:
         start = checkpointer.restore(state, missing="start").iteration
         print(f"resumed from step {start}", flush=True)
         for iteration in range(start + 1, steps + 1):
@@ -32,12 +40,22 @@ def train(root: str, steps: int, save_every: int) -> None:
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
             optimizer.zero_grad()
             loss.backward()
+            average_gradients(model, ranks)
             optimizer.step()
             scheduler.step()
             checkpointer.step(state, iteration=iteration, metrics={"loss": loss.item()})
-    final = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
-    with open(os.path.join(root, "final.json"), "w") as file:
-        json.dump(final, file)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with open(os.path.join(root, "final.json"), "w") as file:
+            json.dump({name: tensor.tolist() for name, tensor in model.state_dict().items()}, file)
+
+
+def average_gradients(model: torch.nn.Module, ranks: int) -> None:
+    """Data parallelism by hand: each rank has drawn other inputs."""
+    if ranks > 1:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
 
 
 def main() -> None:
@@ -48,6 +66,8 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=4)
     options = parser.parse_args()
     os.makedirs(options.root, exist_ok=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
     train(options.root, options.steps, options.save_every)
 
 
