@@ -1,0 +1,213 @@
+"""Draining the catalog's unverified checkpoints. No Prefect in here.
+
+Order: the catalog leases the newest checkpoint first, because that is the one a restart wants to resume from. A
+checkpoint is leased only when its turn has come, so that no lease runs out while its holder is busy with another one,
+and a killed drain keeps one checkpoint waiting, for one lease time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+
+from catalog.catalog import Catalog, default_actor
+from catalog.rows import VerifyLease
+from catalog.verification import verify_leased
+from ckptlib.errors import LeaseHeldError, StaleWriteError, StorageError
+from ckptlib.verify import VerifyReport
+from flows.settings import FlowsSettings, GrantingLevel
+
+log = logging.getLogger(__name__)
+
+Result = Literal["verified", "corrupt", "unreadable", "checked", "lost", "failed"]
+"""`checked`: no defect, at a level that grants nothing (V3). `lost`: somebody else took the lease over, the verdict is
+theirs. `failed`: an error of ours; nothing is known about the bytes."""
+
+_POLL = 1.0
+"""Seconds between two looks at an empty queue while lingering."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one leased checkpoint; `detail` says why, unless all is well."""
+
+    checkpoint_id: int
+    name: str
+    save_id: str
+    result: Result
+    detail: str = ""
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Summary:
+    """What a drain did."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def of(self, *results: Result) -> list[Outcome]:
+        """The outcomes with one of these results."""
+        return [outcome for outcome in self.outcomes if outcome.result in results]
+
+    def __str__(self) -> str:
+        """For people: counts, and the name of everything that is not well."""
+        if not self.outcomes:
+            return "nothing was pending"
+        counts = Counter(outcome.result for outcome in self.outcomes)
+        text = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+        named = [f"{o.name} {o.result}: {o.detail}" for o in self.of("corrupt", "unreadable", "failed")]
+        return "; ".join([text, *named])
+
+
+class Reporter(Protocol):
+    """Shows what happens. Never raises: showing must not fail the work."""
+
+    def begin(self, lease: VerifyLease) -> None:
+        """A checkpoint's turn has come."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Bytes of it that are read; called often, from any thread."""
+
+    def end(self, outcome: Outcome, report: VerifyReport | None) -> None:
+        """It is done; `report` is None when there is none to show."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, lease: VerifyLease) -> None:
+        """Nothing."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def end(self, outcome: Outcome, report: VerifyReport | None) -> None:
+        """Nothing."""
+
+
+Work = Callable[[VerifyLease, frozenset[int]], Sequence[Outcome]]
+"""Verifies the leased checkpoint, and perhaps more that wait, except those with the given ids."""
+
+
+def drain(catalog: Catalog, settings: FlowsSettings, work: Work, *, run: str | None = None) -> Summary:
+    """Verifies what waits, and what is committed within the next `settings.linger` seconds.
+
+    Each checkpoint is tried at most once: what was unreadable or failed is the next drain's.
+
+    Args:
+        work: one batch; see `verify_batch`.
+        run: only this run's checkpoints; None: all.
+    """
+    summary = Summary()
+    ends = time.monotonic() + settings.linger
+    while True:
+        handled = frozenset(outcome.checkpoint_id for outcome in summary.outcomes)
+        lease = next_lease(catalog, settings, run=run, handled=handled)
+        if lease is not None:
+            summary.outcomes += work(lease, handled)
+        elif time.monotonic() >= ends:
+            return summary
+        else:
+            time.sleep(_POLL)
+
+
+def next_lease(
+    catalog: Catalog, settings: FlowsSettings, *, run: str | None, handled: Collection[int]
+) -> VerifyLease | None:
+    """Leases the newest checkpoint that waits; None when none does."""
+    leases = catalog.lease_unverified(owner=default_actor(), ttl=settings.lease_ttl, run=run, exclude=handled)
+    return leases[0] if leases else None
+
+
+def verify_batch(
+    catalog: Catalog,
+    settings: FlowsSettings,
+    lease: VerifyLease,
+    handled: Collection[int],
+    reporter: Reporter,
+    *,
+    run: str | None = None,
+) -> list[Outcome]:
+    """Verifies `lease` and then more until `batch_size` bytes or `batch_files` files were read, or nothing waits."""
+    outcomes: list[Outcome] = []
+    size = files = 0
+    current: VerifyLease | None = lease
+    while current is not None:
+        outcomes.append(verify_one(catalog, settings, current, reporter))
+        size += current.size
+        files += len(current.files)
+        if size >= settings.batch_size or files >= settings.batch_files:
+            break
+        done = {*handled, *(outcome.checkpoint_id for outcome in outcomes)}
+        current = next_lease(catalog, settings, run=run, handled=done)
+    return outcomes
+
+
+def verify_one(
+    catalog: Catalog, settings: FlowsSettings, lease: VerifyLease, reporter: Reporter, *, level: str | None = None
+) -> Outcome:
+    """Verifies one leased checkpoint and writes its verdict; an error concerns this one only and is logged."""
+    reporter.begin(lease)
+    report: VerifyReport | None = None
+    result: Result
+    try:
+        report = verify_leased(
+            catalog,
+            lease,
+            level=level or settings.level,
+            threads=settings.threads,
+            progress=reporter.progress,
+            ttl=settings.lease_ttl,
+        )
+    except (LeaseHeldError, StaleWriteError) as error:
+        log.warning("%s", error)
+        result, detail = "lost", str(error)
+    except (StorageError, PermissionError) as error:
+        # The storage is away, or keeps us out: nothing is known about the bytes (V2).
+        log.warning("%s (%s): %s", lease.name, lease.save_id, error)
+        result, detail = "unreadable", str(error)
+    except Exception as error:
+        # One checkpoint that we cannot handle must not keep the others from being verified.
+        log.exception("%s (%s): verification failed", lease.name, lease.save_id)
+        result, detail = "failed", f"{type(error).__name__}: {error}"
+    else:
+        result, detail = judge(report)
+        log.log(
+            logging.ERROR if result == "corrupt" else logging.INFO,
+            "%s (%s): %s%s",
+            lease.name,
+            lease.save_id,
+            result,
+            f": {detail}" if detail else "",
+        )
+    outcome = Outcome(
+        checkpoint_id=lease.checkpoint_id,
+        name=lease.name,
+        save_id=lease.save_id,
+        result=result,
+        detail=detail,
+        bytes_read=0 if report is None else report.bytes_read,
+        seconds=0.0 if report is None else report.seconds,
+    )
+    reporter.end(outcome, report)
+    return outcome
+
+
+def judge(report: VerifyReport) -> tuple[Result, str]:
+    """What a report comes to, and why unless all is well; the same rule by which the catalog gives its verdict."""
+    if report.ok:
+        return ("verified" if report.level in get_args(GrantingLevel) else "checked"), ""
+    result: Result = "failed"
+    if report.corrupt:
+        result = "corrupt"
+    elif report.unreadable:
+        result = "unreadable"
+    bad = [f"{name}: {check.verdict}" for name, check in report.checks.items() if check.verdict not in ("ok", "extra")]
+    named = [*bad, *report.problems]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return result, "; ".join(named[:3]) + more
