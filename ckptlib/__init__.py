@@ -5,9 +5,10 @@ The trainer-side library: `save`, `load`, `read`, `inspect` and `verify` work on
 """
 
 from ckptlib.api import save
-from ckptlib.checkpointer import Checkpointer, Restored
+from ckptlib.checkpointer import Checkpointer
 from ckptlib.inspect import CheckpointInfo, inspect
 from ckptlib.reader import LoadReport, load, read
+from ckptlib.restoring import Restored
 from ckptlib.rng import RngTracker
 from ckptlib.saving import SaveResult
 from ckptlib.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor

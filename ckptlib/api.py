@@ -11,6 +11,7 @@ from ckptlib.checkpointer import numbers_of
 from ckptlib.coordination import new_group
 from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
+from ckptlib.restoring import parts_of
 from ckptlib.saving import SaveRequest, SaveResult, run_save
 from ckptlib.state import flatten
 from ckptlib.topology import Topology
@@ -70,7 +71,7 @@ def save(
             f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
             "Pass single_writer=True if you are sure that only this job writes here."
         )
-    tree = {name: part for name, part in state.items() if contents is None or name in contents}
+    tree = parts_of(state, contents)
     begin = Begin(
         save_id="",
         run=run,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from ckptlib import commit, resume, rng, roots
@@ -18,10 +17,11 @@ from ckptlib.coordination import Group, lead, new_group
 from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
 from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.manifest import Begin, Decision, Kind
-from ckptlib.reader import LoadReport, Strict, load_source
+from ckptlib.reader import Strict
+from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
+from ckptlib.resume import OWN_KEYS, RERUN_KEY
 from ckptlib.saving import SaveRequest, SaveResult, run_save
 from ckptlib.sharding import ShardedObject
-from ckptlib.source import Source, open_source
 from ckptlib.state import flatten
 from ckptlib.topology import Topology
 
@@ -29,40 +29,10 @@ log = logging.getLogger("ckptlib")
 
 TrackerMode = Literal["committed", "verified"]
 
-RERUN_KEY = "rerun_state_machine_state"
 CHECKPOINT_VERSION = 3.0
 """Megatron's version of the common state: 3.0 since TP and PP sizes are checked on load."""
 
 _KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "release")
-
-_OWN_KEYS = frozenset(
-    {"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args", "content_metadata"}
-)
-_OWN_PREFIXES = ("progress.", f"{rng.KEY}/", f"{rng.KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `Checkpointer.restore` did.
-
-    Attributes:
-        found: False: there was nothing, the run starts from its own initial state.
-        iteration: of the checkpoint; 0 when nothing was found.
-        progress: the numbers given to `save`: consumed samples, lr, flops, ...
-        args: the arguments that were saved, or None.
-        rerun_state: the rerun state machine's state; None when none was saved or the topology changed.
-        reason: why this checkpoint.
-    """
-
-    found: bool
-    iteration: int = 0
-    url: str | None = None
-    save_id: str | None = None
-    progress: Mapping[str, float] = field(default_factory=dict)
-    args: Any = None
-    rerun_state: Any = None
-    reason: str = ""
-    report: LoadReport | None = None
 
 
 class Checkpointer:
@@ -192,11 +162,23 @@ class Checkpointer:
             self._announce()
             return Restored(found=False, reason="the run has no checkpoint")
         choice, check = chosen
-        source = open_source(choice.url, save_id=choice.save_id, storage_options=self._storage_options)
-        restored = self._fill(state, source, choice.iteration, contents, strict, verify or check)
+        restored = restore_from(
+            RestoreRequest(
+                choice=choice,
+                contents=contents,
+                strict=strict,
+                verify=verify or check,
+                group=self._group,
+                topology=self.topology,
+                rng_tracker=self._rng_tracker,
+                on_event=self._on_event,
+                storage_options=self._storage_options,
+            ),
+            state,
+        )
         self._parent = choice.save_id
         self._announce()
-        return Restored(**{**vars(restored), "reason": choice.reason})
+        return restored
 
     def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
         """The resume point, and the verification it still needs before it may be trusted."""
@@ -215,66 +197,6 @@ class Checkpointer:
             return choice, None
         verified = resume.newest_verifying(self._storage, self._root, at, self._on_event)
         return None if verified is None else (verified, None)
-
-    def _fill(
-        self,
-        state: dict[str, Any],
-        source: Source,
-        iteration: int,
-        contents: Collection[str] | None,
-        strict: Strict,
-        verify: str | None,
-    ) -> Restored:
-        wanted = {name: part for name, part in state.items() if contents is None or name in contents}
-        stored = resume.StoredExtras(source)
-        skipped = tuple(f"{name}." for name in state if name not in wanted)
-
-        def ignore(key: str) -> bool:
-            left_out = contents is not None and (key.startswith(skipped) or f"{key}." in skipped)
-            return key in _OWN_KEYS or key.startswith(_OWN_PREFIXES) or left_out
-
-        report = load_source(wanted, source, strict, verify, ignore)
-        if contents is None or "rng" in contents:
-            self._restore_rng(source)
-        begin = None if source.manifest is None else source.manifest.begin
-        same = begin is not None and (begin.topology, begin.world_size) == (self.topology, self._group.world_size)
-        rerun = stored.cell(RERUN_KEY, (self._group.world_size,), (self._group.rank,)) if same else None
-        if not same and stored.has_grid(RERUN_KEY):
-            emit(self._on_event, Notice("rerun_state_dropped", f"{source.url}: the topology changed"))
-        return Restored(
-            found=True,
-            iteration=iteration,
-            url=source.url,
-            save_id=source.save_id,
-            progress=stored.progress(),
-            args=stored.value("args"),
-            rerun_state=rerun,
-            report=report,
-        )
-
-    def _restore_rng(self, source: Source) -> None:
-        """This rank's own state when it exists and means the same place; else a recorded, deterministic re-seed."""
-        stored = resume.StoredExtras(source)
-        rank, world_size = self._group.rank, self._group.world_size
-        begin = None if source.manifest is None else source.manifest.begin
-        same = begin is not None and (begin.topology, begin.world_size) == (self.topology, world_size)
-        own = stored.cell(rng.KEY_BY_RANK, (world_size,), (rank,)) if same else None
-        if own is not None:
-            rng.restore(own, self._rng_tracker)
-            return
-        first = stored.first_rng()
-        if first is None:
-            emit(self._on_event, Notice("rng_absent", f"{source.url}: no RNG state is stored; it stays as it is"))
-            return
-        seed = rng.reseed(first, rank)
-        emit(
-            self._on_event,
-            Notice(
-                "rng_reseeded",
-                f"{source.url}: saved on another topology; rank {rank} was seeded from the saved state",
-                {"rank": rank, "seed": seed},
-            ),
-        )
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -314,8 +236,8 @@ class Checkpointer:
         if kind not in _KINDS:
             raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
         chosen = self._contents if contents is None else frozenset(contents)
-        tree: dict[str, Any] = {name: part for name, part in state.items() if chosen is None or name in chosen}
-        clash = sorted(set(tree) & (_OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
+        tree: dict[str, Any] = parts_of(state, chosen)
+        clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
         if clash:
             raise StateError(f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it")
         names = {*tree}
@@ -369,8 +291,7 @@ class Checkpointer:
 
     def drain(self, timeout: float = 30.0) -> None:
         """Hands what listeners still hold to where it belongs, within `timeout` seconds."""
-        for listener in self._listeners:
-            listener.close(timeout)
+        self._tell(lambda listener: listener.close(timeout))
 
     def close(self, timeout: float = 30.0) -> None:
         """Ends this attempt's use of the checkpointer; safe to call twice."""
@@ -414,8 +335,7 @@ class Checkpointer:
         except (OSError, CkptError):
             log.exception("%s: committed; telling others failed", self._storage.url(path))
             return
-        for listener in self._listeners:
-            listener.committed(event)
+        self._tell(lambda listener: listener.committed(event))
 
     def _move_tracker(self, begin: Begin) -> None:
         """Forward within this attempt only; a release or an earlier iteration leaves it."""
@@ -445,8 +365,15 @@ class Checkpointer:
             pid=self._attempt.pid,
             started_at=self._attempt.started_at,
         )
+        self._tell(lambda listener: listener.attempt_started(event))
+
+    def _tell(self, what: Callable[[CommitListener], None]) -> None:
+        """A listener that breaks its promise never to raise must not fail the training (S4)."""
         for listener in self._listeners:
-            listener.attempt_started(event)
+            try:
+                what(listener)
+            except Exception:
+                log.exception("listener %r failed", listener)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -71,20 +71,27 @@ def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored
     return state
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str) -> None:
-    """Gives a filled `skeleton` to the optimizer.
-
-    Groups are matched by position: the options come from the checkpoint, the members stay the optimizer's.
+def check_groups(optimizer: torch.optim.Optimizer, values: Mapping[str, Any], prefix: str) -> None:
+    """Checks that stored parameter groups fit the optimizer, before anything is changed.
 
     Raises:
         StateError: the checkpoint has another number of parameter groups.
     """
-    name_of = _namer(optimizer, names, prefix)
-    groups = state["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
+    groups = values.get(f"{prefix}.param_groups")
+    if groups is not None and len(groups) != len(optimizer.param_groups):
         raise StateError(
             f"{prefix}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
         )
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str) -> None:
+    """Gives a filled `skeleton` to the optimizer.
+
+    Groups are matched by position (`check_groups`): the options come from the checkpoint, the members stay the
+    optimizer's.
+    """
+    name_of = _namer(optimizer, names, prefix)
+    groups = state["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {name_of(parameter): i for i, parameter in enumerate(parameters)}
     numbered_groups = [

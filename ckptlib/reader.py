@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from isal import isal_zlib
 
 from ckptlib import storage as st
-from ckptlib.coordination import lead, new_group
+from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import (
     CkptError,
     DtypeMismatchError,
@@ -29,6 +29,7 @@ from ckptlib.errors import (
 )
 from ckptlib.index import UNKNOWN, ItemIndex, Location
 from ckptlib.plan import ReadPiece, contiguous_runs, intersect_chunks, missing_elements
+from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
 from ckptlib.source import Source, open_source
 from ckptlib.state import FlatState, TensorLeaf, dtype_of, flatten, memory_of
@@ -92,17 +93,99 @@ def load(
     group = new_group(timeout=timeout, name="bare")
     group.next_round()
     pinned = lead(group, "pin", lambda: open_source(url, save_id=save_id, storage_options=storage_options).save_id)
-    return load_source(state, open_source(url, save_id=pinned, storage_options=storage_options), strict, verify)
+
+    def prepare() -> PreparedLoad:
+        source = open_source(url, save_id=pinned, storage_options=storage_options)
+        beside = source.manifest is None or source.manifest.begin.attempt > 0
+        return prepare_load(state, source, strict, verify, is_bookkeeping if beside else lambda key: False)
+
+    return load_together(group, prepare)
 
 
-def load_source(
+@dataclass
+class PreparedLoad:
+    """A load that can begin: everything that can be refused has been looked at, nothing has been changed (R4)."""
+
+    source: Source
+    flat: FlatState
+    reads: list[_Read]
+    objects: Mapping[str, Any]
+    values: Mapping[str, Any]
+    report: LoadReport
+
+    def execute(self) -> LoadReport:
+        """Fills the state.
+
+        Raises:
+            LoadIncompleteError: it failed after tensors had changed; names them.
+            CkptError, OSError: it failed before.
+        """
+        started = time.perf_counter()
+        _execute(self.source, self.reads, self.report)
+        try:
+            for leaf in self.flat.objects:
+                if leaf.key in self.objects:
+                    leaf.assign(self.objects[leaf.key])
+            for value_leaf in self.flat.values:
+                if value_leaf.key in self.values:
+                    value_leaf.assign(self.values[value_leaf.key])
+            for finish in self.flat.finishers:
+                finish()
+        except Exception as error:
+            raise self.incomplete(f"{type(error).__name__}: {error}") from error
+        self.report.seconds += time.perf_counter() - started
+        return self.report
+
+    def incomplete(self, reason: str) -> LoadIncompleteError:
+        """The error for a load whose tensors are filled, and which failed nevertheless."""
+        keys = list(dict.fromkeys(read.leaf.key for read in self.reads))
+        return LoadIncompleteError(
+            f"{self.source.url}: the load failed after {len(keys)} tensors had been changed ({_some(keys)}): {reason}. "
+            "Load again, or from elsewhere.",
+            changed=keys,
+        )
+
+
+def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadReport:
+    """Prepares on all ranks, then loads on all ranks: what one rank refuses changes nothing on any (R4).
+
+    Raises:
+        RankFailedError: another rank refused; nothing was changed.
+        LoadIncompleteError: another rank failed after this one had been filled.
+    """
+    prepared: PreparedLoad | None = None
+
+    def work() -> None:
+        nonlocal prepared
+        prepared = prepare()
+
+    agree(group, "check", work)
+    assert prepared is not None  # else `agree` has raised
+    ready: PreparedLoad = prepared
+    loaded = False
+
+    def fill() -> None:
+        nonlocal loaded
+        ready.execute()
+        loaded = True
+
+    try:
+        agree(group, "load", fill)
+    except CkptError as error:
+        if loaded:
+            raise ready.incomplete(str(error)) from error
+        raise
+    return ready.report
+
+
+def prepare_load(
     state: dict[str, Any],
     source: Source,
     strict: Strict = "error",
     verify: str | None = None,
     ignore: Callable[[str], bool] = lambda key: False,
-) -> LoadReport:
-    """`load` from an opened checkpoint. `ignore` names stored keys that are not unexpected."""
+) -> PreparedLoad:
+    """Checks a load from an opened checkpoint, and reads its objects. `ignore` names keys that are not unexpected."""
     started = time.perf_counter()
     if strict not in ("error", "warn", "return"):
         raise StateError(f"strict={strict!r}: expected 'error', 'warn' or 'return'")
@@ -117,17 +200,10 @@ def load_source(
         _verify_first(source, verify)
     objects = {leaf.key: source.read_object(leaf.key) for leaf in flat.objects if leaf.key not in absent}
     values = {leaf.key: source.read_object(leaf.key) for leaf in flat.values if leaf.key not in absent}
-    _execute(source, reads, report)
-    for leaf in flat.objects:
-        if leaf.key in objects:
-            leaf.assign(objects[leaf.key])
-    for value_leaf in flat.values:
-        if value_leaf.key in values:
-            value_leaf.assign(values[value_leaf.key])
-    for finish in flat.finishers:
-        finish()
+    for check in flat.checks:
+        check(values)
     report.seconds = time.perf_counter() - started
-    return report
+    return PreparedLoad(source, flat, reads, objects, values, report)
 
 
 def read(
@@ -176,7 +252,7 @@ def _compare_keys(
     if not (report.missing or report.unexpected):
         return
     text = f"{source.url}: " + "; ".join(
-        f"{len(keys)} {what} ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
+        f"{len(keys)} {what} ({_some(keys)})"
         for what, keys in (("missing in the checkpoint", report.missing), ("not requested", report.unexpected))
         if keys
     )
@@ -259,8 +335,8 @@ def _execute(source: Source, reads: list[_Read], report: LoadReport) -> None:
             raise
         names = list(changed)
         failure = LoadIncompleteError(
-            f"{source.url}: the load failed after {len(names)} tensors had been changed "
-            f"({', '.join(names[:5])}{', …' if len(names) > 5 else ''}): {error}. Load again, or from elsewhere.",
+            f"{source.url}: the load failed after {len(names)} tensors had been changed ({_some(names)}): {error}. "
+            "Load again, or from elsewhere.",
             changed=names,
         )
         failure.exit_code = error.exit_code if isinstance(error, CkptError) else 1
@@ -301,6 +377,10 @@ def _read_piece(source: Source, read: _Read, report: LoadReport, changed: dict[s
         changed[leaf.key] = None
         where = tuple(slice(o, e) for o, e in zip(piece.target.offset, piece.target.end, strict=True))
         target[where].copy_(scratch)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _check_crc(source: Source, leaf: TensorLeaf, location: Location, data: memoryview) -> None:

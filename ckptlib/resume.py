@@ -9,12 +9,26 @@ from ckptlib import roots
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, NoResumePointError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
-from ckptlib.formats import torch_dist
 from ckptlib.rng import KEY as RNG_KEY
+from ckptlib.rng import KEY_BY_RANK
 from ckptlib.sharding import ShardedObject
 from ckptlib.source import Source
 
-__all__ = ["ResumeChoice", "StoredExtras", "choice_of", "newest_committed", "newest_verifying"]
+__all__ = ["ResumeChoice", "StoredExtras", "choice_of", "is_bookkeeping", "newest_committed", "newest_verifying"]
+
+RERUN_KEY = "rerun_state_machine_state"
+
+OWN_KEYS = frozenset(
+    {"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args", "content_metadata"}
+)
+"""What a `Checkpointer` saves beside the caller's parts."""
+
+_OWN_PREFIXES = ("progress.", "args.", f"{RNG_KEY}/", f"{KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a stored key belongs to a `Checkpointer` or to Megatron's trainer, not to a part of the state."""
+    return key in OWN_KEYS or key.startswith(_OWN_PREFIXES)
 
 
 def choice_of(found: roots.Found, reason: str) -> ResumeChoice:
@@ -87,10 +101,8 @@ class StoredExtras:
         return {} if consumed is None else {"consumed_samples": consumed}
 
     def value(self, key: str) -> Any:
-        """A plain value."""
-        if self._source.manifest is None:
-            return self._common().get(key)
-        return self._source.read_object(key) if self._source.index.has_object(key) else None
+        """A plain value at the top of the state."""
+        return self._common().get(key)
 
     def cell(self, key: str, grid: tuple[int, ...], cell: tuple[int, ...]) -> Any:
         """One cell of a grid of objects."""
@@ -112,4 +124,4 @@ class StoredExtras:
         return dict(entries)
 
     def _common(self) -> Mapping[str, Any]:
-        return torch_dist.read_common(self._source.storage, self._source.path)
+        return self._source.read_common()

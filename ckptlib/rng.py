@@ -23,6 +23,8 @@ from ckptlib.topology import Topology
 KEY = "rng_state"
 KEY_BY_RANK = "rng_state_by_rank"
 
+_PARTS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+
 
 @dataclass(frozen=True)
 class RngTracker:
@@ -49,30 +51,33 @@ def capture(tracker: RngTracker | None = None) -> dict[str, Any]:
     }
 
 
-def restore(state: Mapping[str, Any], tracker: RngTracker | None = None) -> None:
-    """Puts a captured state back.
+def check(state: Mapping[str, Any], tracker: RngTracker | None = None) -> None:
+    """Checks that `restore` can put a state back, before anything is changed.
 
     Raises:
         StateError: a part is missing, or the checkpoint has no tracker states where this process has a tracker.
     """
-    try:
-        version, internal, gauss_next = state["random_rng_state"]
-        random.setstate((version, tuple(internal), gauss_next))
-        np.random.set_state(tuple(state["np_rng_state"]))
-        torch.set_rng_state(state["torch_rng_state"])
-        if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng_state"])
-        trackers = state["rng_tracker_states"]
-    except KeyError as error:
-        raise StateError(f"RNG state: {error} is missing in the checkpoint") from error
-    if tracker is None:
-        return
-    if not trackers:
+    missing = [name for name in _PARTS if name not in state]
+    if missing:
+        raise StateError(f"RNG state: {', '.join(missing)} missing in the checkpoint")
+    if tracker is not None and not state["rng_tracker_states"]:
         raise StateError(
             "RNG state: the checkpoint has no tracker states, this process has a tracker. "
             "Restore without contents 'rng' to keep the tracker as it is."
         )
-    tracker.set(trackers)
+
+
+def restore(state: Mapping[str, Any], tracker: RngTracker | None = None) -> None:
+    """Puts a captured state back. Raises as `check`, before anything is changed."""
+    check(state, tracker)
+    version, internal, gauss_next = state["random_rng_state"]
+    random.setstate((version, tuple(internal), gauss_next))
+    np.random.set_state(tuple(state["np_rng_state"]))
+    torch.set_rng_state(state["torch_rng_state"])
+    if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng_state"])
+    if tracker is not None:
+        tracker.set(state["rng_tracker_states"])
 
 
 def reseed(state: Mapping[str, Any], rank: int) -> int:

@@ -5,6 +5,7 @@ The same for our own saves and for what Megatron or torch wrote: readers see an 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,25 @@ class Source:
             if not isinstance(value, list) or len(value) != 1:
                 raise IntegrityError(f"{where}: a sharded object must be a list of one, found {type(value).__name__}")
             return value[0]
+        return value
+
+    def read_common(self) -> dict[str, Any]:
+        """The plain values, as a nested dict.
+
+        Raises:
+            IntegrityError: missing, damaged, or it names anything but plain data.
+        """
+        if self.manifest is None:
+            return torch_dist.read_common(self.storage, self.path, self.index)
+        (entry,) = self.manifest.files_of("common")
+        where = f"{self.url}/{entry.path}"
+        data = bytearray(entry.size)
+        self.storage.read_into(st.join(self.path, entry.path), [(0, memoryview(data))])
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise IntegrityError(f"{where}: damaged: its SHA-256 is not the manifest's {entry.sha256}")
+        value = load_object(bytes(data), where)
+        if not isinstance(value, dict):
+            raise IntegrityError(f"{where}: the common state is a {type(value).__name__}, expected a dict")
         return value
 
     def locate(self, location: Location) -> Location:

@@ -8,6 +8,7 @@ lists without tensors as one value; the `Sharded*` leaves carry names of their o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -89,12 +90,18 @@ class ValueLeaf:
 
 @dataclass
 class FlatState:
-    """The leaves of one rank's state, and what must run after they are filled."""
+    """The leaves of one rank's state.
+
+    Attributes:
+        finishers: run after the leaves are filled.
+        checks: run before anything is changed, with the loaded values by key; raise `StateError` to refuse them.
+    """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
     objects: list[ObjectLeaf] = field(default_factory=list)
     values: list[ValueLeaf] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
+    checks: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
 
     def common(self) -> dict[str, Any]:
         """The plain values as a nested dict: the common state that Megatron readers expect."""
@@ -174,8 +181,11 @@ class _Walker:
                         )
                     self._walk((*path, name), inner, _item_setter(value, name))
             case list() | tuple() if _holds_tensors(value):
-                for i, inner in enumerate(value):
-                    self._walk((*path, i), inner, _item_setter(value, i))
+                items = value if isinstance(value, list) else [*value]
+                for i, inner in enumerate(items):
+                    self._walk((*path, i), inner, _item_setter(items, i))
+                if isinstance(value, tuple):
+                    self._flat.finishers.append(functools.partial(_put_tuple, value, items, assign))
             case Stateful() if not isinstance(value, type):
                 inner = value.state_dict()
                 if inner:
@@ -193,6 +203,7 @@ class _Walker:
         else:
             state = optim.skeleton(optimizer, self._names, prefix, self._stored)
             self._walk(path, state, _refuse_assign(path))
+            self._flat.checks.append(lambda values: optim.check_groups(optimizer, values, prefix))
             self._flat.finishers.append(lambda: optim.load_named_state(optimizer, self._names, state, prefix))
 
     def _tensor(self, path: Path, tensor: torch.Tensor) -> None:
@@ -339,6 +350,13 @@ def _item_setter(container: Any, name: str | int) -> Callable[[Any], None]:
             raise StateError(f"{name!r}: cannot be put back into a {type(container).__name__}") from error
 
     return assign
+
+
+def _put_tuple(old: tuple[Any, ...], items: list[Any], assign: Callable[[Any], None]) -> None:
+    """A tuple cannot be filled in place: where a plain value in it changed, a new one takes its place."""
+    if any(one is not other for one, other in zip(old, items, strict=True)):
+        make = getattr(old, "_make", tuple)  # named tuples
+        assign(make(items))
 
 
 def _data_setter(cell: ShardedObject) -> Callable[[Any], None]:
