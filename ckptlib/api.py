@@ -13,7 +13,7 @@ from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
 from ckptlib.restoring import parts_of
 from ckptlib.saving import SaveRequest, SaveResult, run_save
-from ckptlib.state import flatten
+from ckptlib.state import content_names, flatten
 from ckptlib.topology import Topology
 
 
@@ -85,7 +85,7 @@ def save(
         format=format,
         io_mode=io_mode,
         topology=topology,
-        contents=tuple(sorted(tree)),
+        contents=tuple(sorted(content_names(tree))),
         progress=numbers_of("progress", progress or {}),
         metrics=numbers_of("metrics", metrics or {}),
     )

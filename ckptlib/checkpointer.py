@@ -22,7 +22,7 @@ from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
 from ckptlib.saving import SaveRequest, SaveResult, run_save
 from ckptlib.sharding import ShardedObject
-from ckptlib.state import flatten
+from ckptlib.state import content_names, flatten
 from ckptlib.topology import Topology
 
 log = logging.getLogger("ckptlib")
@@ -240,7 +240,7 @@ class Checkpointer:
         clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
         if clash:
             raise StateError(f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it")
-        names = {*tree}
+        names = content_names(tree)
         rank, world_size = self._group.rank, self._group.world_size
         numbers = numbers_of("progress", progress or {})
         tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}

@@ -247,6 +247,19 @@ class _Walker:
         self._seen[key] = dotted(path)
 
 
+def content_names(state: Mapping[str, Any]) -> set[str]:
+    """What a state holds: the names of its parts, and for a torch object its kind, whatever its name.
+
+    A resume asks for a checkpoint with ``model`` and ``optimizer``; a trainer may call its optimizer ``adam``.
+    """
+    kinds = {
+        "model": torch.nn.Module,
+        "optimizer": torch.optim.Optimizer,
+        "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    }
+    return {*state} | {kind for kind, type_ in kinds.items() if any(isinstance(x, type_) for x in state.values())}
+
+
 def dotted(path: Path) -> str:
     """``("model", "layers", 0)`` -> ``model.layers.0``."""
     return ".".join(map(str, path))
