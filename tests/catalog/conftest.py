@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from catalog import Catalog
 from catalog.rows import CheckpointRow
-from tests.catalog.samples import GOOD, Clock, commit
+from tests.catalog.samples import GOOD, Clock, commit, empty_catalog
 
 
-def sqlite_url(directory: Path) -> str:
-    """A database file of the test's own."""
-    return str(directory / "catalog.db")
+@dataclass(frozen=True)
+class Backend:
+    """A kind of database.
+
+    Attributes:
+        url: of an empty database, from a directory of the test's own.
+        ready: of one with the schema.
+    """
+
+    url: Callable[[Path], str]
+    ready: Callable[[Path], str]
 
 
-BACKENDS: dict[str, Callable[[Path], str]] = {"sqlite": sqlite_url}
+BACKENDS = {"sqlite": Backend(url=lambda directory: str(directory / "catalog.db"), ready=empty_catalog)}
 
 
 @pytest.fixture(params=BACKENDS)
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database."""
-    return BACKENDS[request.param](tmp_path)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every kind of database in turn."""
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+def database_url(backend: Backend, tmp_path: Path) -> str:
+    """A database without a schema."""
+    return backend.url(tmp_path)
 
 
 @pytest.fixture
@@ -34,9 +49,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def catalog(database_url: str, clock: Clock) -> Iterator[Catalog]:
+def catalog_url(backend: Backend, tmp_path: Path) -> str:
+    """A catalog without rows."""
+    return backend.ready(tmp_path)
+
+
+@pytest.fixture
+def catalog(catalog_url: str, clock: Clock) -> Iterator[Catalog]:
     """An open catalog without rows."""
-    with Catalog(database_url, create=True, clock=clock) as opened:
+    with Catalog(catalog_url, clock=clock) as opened:
         yield opened
 
 

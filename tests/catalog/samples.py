@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection
 
-from catalog.database import database_clock
+from catalog.database import database_clock, upgrade
 from catalog.leases import FileFinding
 from catalog.rows import CheckpointRow
 from ckptlib.events import AttemptEvent, CommitEvent
@@ -33,6 +38,19 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.offset += timedelta(seconds=seconds)
+
+
+@cache
+def _template() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="catalog-empty-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    upgrade(str(directory / "catalog.db"))
+    return directory / "catalog.db"
+
+
+def empty_catalog(directory: Path) -> str:
+    """An SQLite catalog without rows in a directory: a copy, because making the schema takes longer than most tests."""
+    return str(shutil.copy(_template(), directory / "catalog.db"))
 
 
 def save_id(iteration: int, attempt: int = 1, number: int = 0) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,7 @@ def test_recording_the_same_save_twice_changes_nothing(catalog: Catalog) -> None
 
 def test_one_save_id_with_two_manifests_is_an_error(catalog: Catalog) -> None:
     catalog.record(commit(100))
-    with pytest.raises(CatalogError, match="recorded .* with manifest"):
+    with pytest.raises(CatalogError, match=r"recorded .* with manifest"):
         catalog.record(commit(100, metrics={"loss": 3.0}))
 
 
@@ -301,21 +302,22 @@ def histories(draw: st.DrawFn) -> tuple[list[Node], dict[int, str]]:
     return nodes, parents
 
 
+History = tuple[list[Node], dict[int, str]]
+
+
 @given(histories(), st.randoms())
-def test_branches_depend_on_history_alone_and_repeat(
-    history: tuple[list[Node], dict[int, str]], random: object
-) -> None:
+def test_branches_depend_on_history_alone_and_repeat(history: History, random: Random) -> None:
     nodes, parents = history
     result = branches(nodes, parents)
     shuffled = list(nodes)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     assert branches(shuffled, parents) == result
     again = [Node(n.id, n.attempt, n.iteration, n.save_id, n.verified, result[n.id]) for n in nodes]
     assert branches(again, parents) == result
 
 
 @given(histories())
-def test_the_tip_and_all_its_known_ancestors_are_live(history: tuple[list[Node], dict[int, str]]) -> None:
+def test_the_tip_and_all_its_known_ancestors_are_live(history: History) -> None:
     nodes, parents = history
     result = branches(nodes, parents)
     proven = [node.attempt for node in nodes if node.verified]

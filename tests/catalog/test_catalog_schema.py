@@ -17,6 +17,14 @@ from catalog.database import Database, DatabaseLockedError
 from catalog.models import Base, Run
 from ckptlib.errors import CatalogError, NoCatalogError
 
+
+def insert(opened: Database, table: str, *rows: dict[str, object]) -> None:
+    """Rows into a table, in one transaction."""
+    with opened.write() as (connection, _):
+        for row in rows:
+            connection.execute(Base.metadata.tables[table].insert().values(row))
+
+
 REVISIONS = [entry.revision for entry in database.history(None)]
 
 
@@ -151,9 +159,9 @@ def test_a_write_transaction_holds_the_lock_from_its_beginning(database_url: str
 def test_a_failed_write_transaction_leaves_nothing(database_url: str) -> None:
     database.upgrade(database_url)
     opened = Database(database_url)
-    with pytest.raises(RuntimeError), opened.write() as (connection, now):
-        connection.execute(Base.metadata.tables["runs"].insert().values(name="r", created_at=now))
-        raise RuntimeError
+    row = {"name": "twice", "created_at": datetime.now(UTC)}
+    with pytest.raises(CatalogError, match="UNIQUE"):
+        insert(opened, "runs", row, row)
     with opened.read() as connection:
         assert connection.execute(select(Run)).all() == []
     opened.close()
@@ -169,16 +177,15 @@ def test_the_clock_is_the_databases_and_in_utc(database_url: str) -> None:
 
 
 def test_a_naive_time_is_never_stored(catalog: Catalog) -> None:
-    with pytest.raises(CatalogError, match="naive"), catalog.database.write() as (connection, _):
-        runs = Base.metadata.tables["runs"]
-        connection.execute(runs.insert().values(name="r", created_at=datetime(2026, 1, 1)))  # noqa: DTZ001
+    row = {"name": "r", "created_at": datetime(2026, 1, 1)}  # noqa: DTZ001
+    with pytest.raises(CatalogError, match="naive"):
+        insert(catalog.database, "runs", row)
 
 
 def test_a_foreign_key_that_points_nowhere_is_refused(catalog: Catalog) -> None:
-    with pytest.raises(CatalogError, match="FOREIGN KEY"), catalog.database.write() as (connection, now):
-        holds = Base.metadata.tables["holds"]
-        row = {"checkpoint_id": 7, "kind": "pin", "owner": "me", "reason": "x", "created_at": now}
-        connection.execute(holds.insert().values(row))
+    row = {"checkpoint_id": 7, "kind": "pin", "owner": "me", "reason": "x", "created_at": datetime.now(UTC)}
+    with pytest.raises(CatalogError, match="FOREIGN KEY"):
+        insert(catalog.database, "holds", row)
 
 
 MOUNTS = """\
@@ -239,7 +246,7 @@ def test_the_password_of_a_database_is_never_shown() -> None:
     opened.close()
 
 
-def test_plain_sqlite_can_read_the_file_beside_us(catalog: Catalog, database_url: str) -> None:
-    with sqlite3.connect(database_url) as connection:
+def test_plain_sqlite_can_read_the_file_beside_us(catalog: Catalog, catalog_url: str) -> None:
+    with sqlite3.connect(catalog_url) as connection:
         assert connection.execute("SELECT count(*) FROM checkpoints").fetchone() == (0,)
     connection.close()

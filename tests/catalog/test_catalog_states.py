@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_deleted_is_final_and_only_reached_through_deleting(
             continue
         if state.lifecycle != path[-1]:
             path.append(state.lifecycle)
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in itertools.pairwise(path):
         assert before != "deleted"
         assert after != "deleted" or before == "deleting"
 
@@ -72,7 +74,7 @@ def test_a_suspect_checkpoint_is_not_cleared_by_good_digests() -> None:
 
 
 def test_a_refusal_names_the_moves_that_are_possible() -> None:
-    with pytest.raises(TransitionError, match="deleting -> finalized .* it can become deleted"):
+    with pytest.raises(TransitionError, match=r"deleting -> finalized .* it can become deleted"):
         transition(State("deleting"), lifecycle="finalized")
     with pytest.raises(TransitionError, match="final"):
         transition(State("deleted"), lifecycle="finalized")
