@@ -271,8 +271,9 @@ def leaf_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, as bytes."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a buffer
+    """The memory of a contiguous CPU tensor, writable. Axes of size 1 may have any stride in one, so none is used."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a buffer
 
 
 def value_digest(value: Any) -> str:
@@ -288,6 +289,7 @@ def _digest_pieces(value: Any) -> Iterator[bytes]:
     yield type(value).__qualname__.encode()
     match value:
         case Mapping():
+            yield str(len(value)).encode()
             for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
                 yield from _digest_pieces(key)
                 yield from _digest_pieces(value[key])
@@ -298,6 +300,7 @@ def _digest_pieces(value: Any) -> Iterator[bytes]:
             for item in value:
                 yield from _digest_pieces(item)
         case set() | frozenset():
+            yield str(len(value)).encode()
             yield from sorted(b"".join(_digest_pieces(item)) for item in value)
         case np.ndarray():
             yield f"{value.dtype} {value.shape}".encode()
