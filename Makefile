@@ -15,7 +15,7 @@ UV := .venv-uv/bin/uv
 export OMP_NUM_THREADS ?= 1
 export PYTHON
 
-.PHONY: help setup demo test lint format types contracts unit test-deep chaos constraints clean
+.PHONY: help setup demo test lint format types contracts unit test-deep chaos bench constraints clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -57,6 +57,9 @@ test-deep: $(INSTALLED) ## larger explorations and many more examples
 
 chaos: $(INSTALLED) ## kill an example trainer at every file event of a save
 	@$(BIN)/python -m pytest -m chaos --timeout 3600 $(ARGS)
+
+bench: $(INSTALLED) ## side by side with torch's own save and the raw disk, minutes
+	@$(BIN)/python benchmarks/save_sync.py $(ARGS)
 
 constraints: $(UV) ## pin every transitive version anew; ARGS=--upgrade takes newer ones
 	@$(UV) pip compile -q pyproject.toml --all-extras --python-version 3.11 --no-annotate --no-header -o constraints.txt $(ARGS)
