@@ -40,7 +40,7 @@ format: $(INSTALLED) ## ruff: mend what it can
 
 types: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
-	cd examples && ../$(BIN)/mypy --config-file ../pyproject.toml *.py # scripts: they import each other by bare name
+	cd examples && MYPYPATH=.. ../$(BIN)/mypy --config-file ../pyproject.toml *.py # scripts: they import each other by bare name
 
 contracts: $(INSTALLED) ## the layers of the design, by import-linter
 	@$(BIN)/lint-imports --no-logo
