@@ -120,6 +120,25 @@ def test_megatron_sees_the_newest_of_two_saves_of_one_iteration(judge: Judge, tm
     assert_holds(verdict, expected(1, 0))
 
 
+def test_megatron_finds_what_it_asks_for_in_a_run_that_a_checkpointer_saved(judge: Judge, tmp_path: Path) -> None:
+    """Megatron's `load_checkpoint`: the tracker, then the common state's counters and args, then `rng_state`."""
+    own_to_checkpointer = {"args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far"}
+    parts = {name: part for name, part in state(1, 0).items() if name not in own_to_checkpointer}
+    parts["objects"].pop("rng")
+    with ckptlib.Checkpointer(str(tmp_path), run="reference", topology=ckptlib.Topology()) as checkpointer:
+        checkpointer.save(parts, iteration=ITERATION, args=COMMON["args"], progress={"flops": 1.5e12})
+
+    tracked = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
+    assert tracked == str(ITERATION)
+    (verdict,) = judge.load(tmp_path / f"iter_{int(tracked):07d}", [*pieces(1, 0), *cells(1, 0)])
+    assert_holds(verdict, expected(1, 0))
+    assert {name: verdict.common[name] for name in own_to_checkpointer} == {
+        name: vars(COMMON[name]) if name == "args" else COMMON[name] for name in own_to_checkpointer
+    }
+    (rng,) = verdict.objects["rng"]
+    assert rng.keys() >= {"random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states"}
+
+
 @pytest.mark.parametrize("strict", ["log_all", "raise_all"])
 def test_megatron_compares_all_keys_of_a_state_without_plain_values(judge: Judge, tmp_path: Path, strict: str) -> None:
     sharded = {name: part for name, part in state(1, 0).items() if name not in COMMON}
