@@ -147,6 +147,96 @@ class ShardedTensor:
             shape[axis] = count * local[axis]
         return cls(key, data, tuple(shape), Box(tuple(offset), local), replica_id, allow_shape_mismatch)
 
+    @classmethod
+    def from_flat_range(
+        cls,
+        key: str,
+        global_shape: Sequence[int],
+        box: Box | Sequence[Box],
+        start: int,
+        stop: int,
+        data: torch.Tensor,
+        *,
+        replica_id: ReplicaId = 0,
+    ) -> list[ShardedTensor]:
+        """A contiguous range of a flattened local shard, as boxes in global coordinates; no communication.
+
+        A distributed optimizer (ZeRO, Megatron's DistributedOptimizer) and FSDP1's flat parameters give each rank a
+        range of elements that knows nothing of rows. Cut at row boundaries such a range is a partial row, full rows and
+        a partial row, and so on inwards: at most ``2 * ndim - 1`` boxes for each rectangular piece.
+        ByteCheckpoint (arXiv 2407.20143) describes FSDP's flat shards in the same spirit.
+
+        Args:
+            global_shape: shape of the parameter's global tensor.
+            box: where the local shard lies in it; several boxes when the local shard is their concatenation along the
+                first axis (the gate and up halves of a gated MLP).
+            start, stop: the range, in elements of the flattened local shard.
+            data: (stop - start,) the elements; the pieces are views of it.
+
+        Raises:
+            StateError: the range leaves the shard, or `data` has another number of elements.
+        """
+        pieces = [box] if isinstance(box, Box) else list(box)
+        total = sum(piece.volume for piece in pieces)
+        if not 0 <= start <= stop <= total:
+            raise StateError(f"tensor {key!r}: range {start}:{stop} leaves its local shard of {total} elements")
+        if math.prod(data.shape) != stop - start:
+            raise StateError(f"tensor {key!r}: {tuple(data.shape)} elements for the range {start}:{stop}")
+        flat = data.reshape(-1)
+        shards, begin = [], 0
+        for piece in pieces:
+            end = begin + piece.volume
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                for part in flat_range_boxes(piece.shape, low - begin, high - begin):
+                    at = low - start + part.start - (low - begin)
+                    placed = Box(
+                        tuple(o + p for o, p in zip(part.box.offset, piece.offset, strict=True)), part.box.shape
+                    )
+                    local = flat[at : at + placed.volume].reshape(placed.shape)
+                    shards.append(cls(key, local, tuple(global_shape), placed, replica_id))
+            begin = end
+        return shards
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBox:
+    """A box of a tensor that is contiguous in it, and where its elements begin in the flattened tensor."""
+
+    box: Box
+    start: int
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[FlatBox]:
+    """The boxes that make up elements [start, stop) of a flattened tensor, in order; at most ``2 * ndim - 1``."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [FlatBox(Box((), ()), 0)]
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last or (last == first + 1 and tail == 0 and head):
+        return _within_row(shape, first, head, stop - first * inner)
+    boxes = []
+    if head:
+        boxes += _within_row(shape, first, head, inner)
+        first += 1
+    if first < last:
+        rest = tuple(shape[1:])
+        boxes.append(FlatBox(Box((first, *(0,) * len(rest)), (last - first, *rest)), first * inner))
+    if tail:
+        boxes += _within_row(shape, last, 0, tail)
+    return boxes
+
+
+def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[FlatBox]:
+    inner = math.prod(shape[1:])
+    return [
+        FlatBox(Box((row, *part.box.offset), (1, *part.box.shape)), row * inner + part.start)
+        for part in flat_range_boxes(shape[1:], start, stop)
+    ]
+
 
 @dataclass
 class ShardedObject:
