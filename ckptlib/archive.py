@@ -308,14 +308,15 @@ def _locate(window: Window, entry: _Entry, end: int, where: str) -> int:
 
 
 def _check_padding(extra: memoryview, what: str) -> None:
-    """torch pads headers with one extra field, so that payloads are aligned: one byte value, repeated."""
+    """torch pads headers with one field (``FB``), so that payloads are aligned: one byte value, repeated."""
     at = 0
     while at < len(extra):
         if at + 4 > len(extra):
             raise RecordError(f"{what}: damaged container: header field cut off")
         kind, length = struct.unpack_from("<2sH", extra, at)
         content = bytes(extra[at + 4 : at + 4 + length])
-        if len(content) != length or (kind == b"FB" and content.strip(content[:1])):
+        known = kind == b"\x01\x00" or (kind == b"FB" and not content.strip(content[:1]))
+        if len(content) != length or not known:
             raise RecordError(f"{what}: damaged container: header field {kind!r} is damaged")
         at += 4 + length
 

@@ -248,7 +248,9 @@ class Machine:
         self.position += 1
 
     def _get4(self) -> None:
-        self._stack.append(self._memo[self._unsigned(4)])
+        at = self.position
+        self.position = at + 4
+        self._stack.append(self._memo[int.from_bytes(self._data[at : at + 4], "little")])
 
     def _put1(self) -> None:
         self._put(self._unsigned(1))
@@ -358,7 +360,15 @@ def _fixed(width: int, value: Callable[[bytes], Any]) -> Handler:
 
 
 def _tuple_of(count: int) -> Handler:
-    return _pushes(lambda machine: tuple([machine._pop() for _ in range(count)][::-1]))
+    def handler(machine: Machine) -> None:
+        stack = machine._stack
+        items = tuple(stack[-count:])
+        # By identity: `in` would compare tensors and arrays with the mark.
+        if len(items) < count or items[0] is _MARK or items[-1] is _MARK or items[count // 2] is _MARK:
+            raise RecordError(f"{machine._where}: damaged pickle at byte {machine.position}: a tuple lacks items")
+        stack[-count:] = [items]
+
+    return handler
 
 
 def _text(content: bytes) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from ckptlib import commit, roots
 from ckptlib import storage as st
-from ckptlib.errors import CkptError, UnsupportedError
+from ckptlib.errors import NotACheckpointError, UnsupportedError
 from ckptlib.verify_files import BAD, FileCheck, FileChecker, Findings, Origin, Progress, Verdict, describe
 from ckptlib.verify_foreign import verify_foreign
 from ckptlib.verify_save import find_subject, verify_save
@@ -107,7 +107,7 @@ def verify(
     checker = FileChecker(storage, path, read=level == "data", threads=threads, progress=progress)
     try:
         save_id, found = _verify(storage, path, save_id, checker, level != "listing", expected or {})
-    except CkptError:
+    except NotACheckpointError:  # a FileNotFoundError too
         raise
     except OSError as error:
         found = Findings({".": FileCheck("unreadable", detail=describe(error))})

@@ -35,7 +35,8 @@ from ckptlib.verify_items import check_items, tiling_defects
 
 INTEGRITY = "integrity.json"
 # How these files always end: tells one that was cut off from one that was changed.
-ENDINGS = {METADATA: b"b.", formats.MARKER: b"1}", INTEGRITY: b"\n  }\n}"}
+METADATA_ENDING = b"b."
+ENDINGS = {METADATA: METADATA_ENDING, formats.MARKER: b"1}", INTEGRITY: b"\n  }\n}"}
 END_RECORD = b"PK\x05\x06"
 END_RECORD_BYTES = 22
 
@@ -82,8 +83,10 @@ def verify_foreign(
     damage: dict[str, str] = {}
     if deep and index is not None:
         found.defects.extend(tiling_defects(index))
-        damage = _seal(storage, path, index, listing, want)
-    if deep and torch_dist.COMMON in listing:
+        damage = _seal(storage, path, index, listing, want, found)
+    if torch_dist.COMMON not in listing and _needs_common(format_, index):
+        want.setdefault(torch_dist.COMMON, Expected(origin="first-read"))
+    elif deep and torch_dist.COMMON in listing:
         _seal_common(storage, path, want, found)
     _merge(checker.check(want), damage, found)
     for name in listing.keys() - found.checks.keys():
@@ -144,8 +147,17 @@ def _check_metadata(storage: st.Storage, path: str, found: Findings) -> ItemInde
     try:
         return to_index(load_metadata(data, METADATA), METADATA)
     except IntegrityError as error:
-        found.checks[METADATA] = damaged(data, ENDINGS[METADATA], str(error), "first-read")
+        cut = not data.endswith(METADATA_ENDING) and not _is_metadata(data[: -len(METADATA_ENDING)] + METADATA_ENDING)
+        found.checks[METADATA] = FileCheck("size" if cut else "digest", len(data), detail=str(error))
         return None
+
+
+def _is_metadata(data: bytes) -> bool:
+    try:
+        load_metadata(data, METADATA)
+    except IntegrityError:
+        return False
+    return True
 
 
 def _check_marker(storage: st.Storage, path: str, found: Findings) -> None:
@@ -159,14 +171,26 @@ def _check_marker(storage: st.Storage, path: str, found: Findings) -> None:
         found.checks[formats.MARKER] = damaged(data, ENDINGS[formats.MARKER], str(error), "first-read")
 
 
+def _needs_common(format_: str, index: ItemIndex | None) -> bool:
+    """Whether nothing but ``common.pt`` can hold the unsharded state: Megatron-Core up to 0.18."""
+    return format_ == "torch_dist" and index is not None and not index.has_object(torch_dist.COMMON_KEY)
+
+
 def _seal(
-    storage: st.Storage, path: str, index: ItemIndex, listing: Mapping[str, int], want: dict[str, Expected]
+    storage: st.Storage,
+    path: str,
+    index: ItemIndex,
+    listing: Mapping[str, int],
+    want: dict[str, Expected],
+    found: Findings,
 ) -> dict[str, str]:
     """Adds to each data file the records in it that carry a CRC-32; returns what does not parse, by file."""
     whole = [name for name, end in torch_dist.file_ends(index).items() if listing.get(name, -1) >= end]
     items = check_items(storage, path, index, whole)
     for name, sealed in items.sealed.items():
         want[name] = replace(want[name], sealed=tuple(sealed))
+    if items.contradictions:
+        found.checks[METADATA] = FileCheck("digest", listing.get(METADATA), detail="; ".join(items.contradictions))
     return items.damage
 
 

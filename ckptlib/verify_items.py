@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ class ItemFindings:
 
     Attributes:
         damage: file -> what is wrong with the first bad item in it.
+        contradictions: what the index cannot mean: two items in one place.
         sealed: file -> the records in it that carry a CRC-32, in order.
     """
 
     damage: dict[str, str] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)
     sealed: dict[str, list[Sealed]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -63,6 +66,10 @@ def check_items(
             by_file[chunk.location.file].append(chunk)
     for name in sorted(set(files) & by_file.keys()):
         items = sorted(by_file[name], key=lambda item: item.location.offset)
+        clash = _overlap(items)
+        if clash is not None:
+            found.contradictions.append(f"{name}: {clash}")
+            continue
         try:
             _check_file(storage, path, items, found.sealed[name])
         except (OSError, UnsupportedError):  # says nothing about the bytes
@@ -72,12 +79,14 @@ def check_items(
     return found
 
 
+def _overlap(items: list[ChunkItem | ObjectItem]) -> str | None:
+    for one, two in itertools.pairwise(items):
+        if two.location.offset < one.location.offset + one.location.length:
+            return f"{one.key!r} and {two.key!r} are both said to be at byte {two.location.offset}"
+    return None
+
+
 def _check_file(storage: st.Storage, path: str, items: list[ChunkItem | ObjectItem], sealed: list[Sealed]) -> None:
-    end = 0
-    for item in items:
-        if item.location.offset < end:
-            raise RecordError(f"{item.key!r} at byte {item.location.offset} overlaps the item before it")
-        end = item.location.offset + item.location.length
     for start in range(0, len(items), torch_dist.BATCH_ITEMS):
         batch = items[start : start + torch_dist.BATCH_ITEMS]
         windows = torch_dist.read_windows(storage, path, [item.location for item in batch])

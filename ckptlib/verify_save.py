@@ -243,6 +243,7 @@ def _check_content(storage: st.Storage, path: str, manifest: Manifest, checker: 
     readable = [name for name in sizes if found.checks.get(name, FileCheck("missing")).verdict == "ok"]
     # Whoever read all bytes and found the writer's digest need not parse every tensor again.
     items = check_items(storage, path, index, readable, tensors=not checker.reads)
+    found.defects.extend(items.contradictions)
     for name, damage in items.damage.items():
         found.checks[name] = replace(found.checks[name], verdict="digest", detail=damage)
 

@@ -83,6 +83,8 @@ def check_marker(storage: st.Storage, path: str) -> None:
         raise NotACheckpointError(f"{storage.url(path)}: {MARKER} is missing: the save was not finished") from None
     except ValueError as error:
         raise NotACheckpointError(f"{storage.url(where)}: no JSON ({error}): the save was not finished") from error
-    backend = value.get("sharded_backend") if isinstance(value, dict) else None
-    if backend != "torch_dist":
-        raise NotACheckpointError(f"{storage.url(where)}: sharded_backend is {backend!r}, expected 'torch_dist'")
+    found = (
+        (value.get("sharded_backend"), value.get("sharded_backend_version", 1)) if isinstance(value, dict) else value
+    )
+    if found != ("torch_dist", 1):
+        raise NotACheckpointError(f"{storage.url(where)}: says {found!r}, expected ('torch_dist', 1)")

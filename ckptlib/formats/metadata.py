@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Iterator
 
-import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ckptlib import storage as st
 from ckptlib.errors import NotACheckpointError, RecordError, StateError, UnsupportedError
 from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.safe_pickle import load_metadata
-from ckptlib.safe_tensors import DTYPES
 from ckptlib.sharding import Box
 
 METADATA = ".metadata"
-PICKLE_PROTOCOL = 4  # what every Python since 3.4 reads
 
 
 def read_metadata(storage: st.Storage, path: str) -> metadata.Metadata:
@@ -65,38 +60,6 @@ def to_index(value: metadata.Metadata, where: str) -> ItemIndex:
         return ItemIndex.build(chunks, objects)
     except StateError as error:
         raise RecordError(f"{where}: {error}") from error
-
-
-def encode_metadata(index: ItemIndex) -> bytes:
-    """``.metadata`` for these items: the same bytes for the same index.
-
-    ``planner_data`` stays None: keys are then taken literally. Megatron-Core demands that, and torch's default planner
-    finds nested state dicts by their dotted paths, which are our keys.
-    """
-    # A pickle depends on which equal strings are one object; interned ones always are.
-    files = [sys.intern(name) for name in index.files]
-    entries: dict[str, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata] = {}
-    places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
-    for info in index.tensors():
-        key = sys.intern(info.key)
-        stored = index.chunks(key)
-        offsets, shapes = stored.offsets.tolist(), stored.shapes.tolist()
-        where, numbers = stored.files.tolist(), stored.locations.tolist()
-        chunks = []
-        for i, (offset, shape) in enumerate(zip(offsets, shapes, strict=True)):
-            start = torch.Size(offset)
-            chunks.append(metadata.ChunkStorageMetadata(start, torch.Size(shape)))
-            place = filesystem._StorageInfo(files[where[i]], numbers[i][0], numbers[i][1])
-            places[metadata.MetadataIndex(key, start, i)] = place
-        properties = metadata.TensorProperties(dtype=DTYPES[info.dtype])
-        entries[key] = metadata.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
-    for item in index.objects():
-        key = sys.intern(item.key)
-        entries[key] = metadata.BytesStorageMetadata()
-        place = filesystem._StorageInfo(sys.intern(item.location.file), item.location.offset, item.location.length)
-        places[metadata.MetadataIndex(key)] = place
-    value = metadata.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=metadata.StorageMeta())
-    return pickle.dumps(value, protocol=PICKLE_PROTOCOL)
 
 
 def _chunks(

@@ -15,7 +15,8 @@ from ckptlib import archive
 from ckptlib import storage as st
 from ckptlib.errors import NotACheckpointError, RecordError, UnsupportedError
 from ckptlib.formats.metadata import METADATA as METADATA
-from ckptlib.formats.metadata import encode_metadata, read_metadata, to_index
+from ckptlib.formats.metadata import read_metadata, to_index
+from ckptlib.formats.metadata_writer import encode_metadata
 from ckptlib.index import UNKNOWN, ChunkItem, ItemIndex, Location
 from ckptlib.safe_pickle import load_object, load_pickle
 from ckptlib.safe_tensors import Storages
