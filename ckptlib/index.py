@@ -195,9 +195,11 @@ class ItemIndex:
 
     def keys_below(self, prefix: str) -> list[str]:
         """The tensor keys that start with this text, sorted."""
-        low = bisect.bisect_left(self.keys, prefix)
-        high = bisect.bisect_left(self.keys, prefix + chr(0x10FFFF))
-        return self.keys[low:high]
+        return _starting_with(self.keys, prefix)
+
+    def object_keys_below(self, prefix: str) -> list[str]:
+        """The object keys that start with this text, sorted."""
+        return _starting_with(self.object_keys, prefix)
 
     def location(self, chunks: Chunks, i: int) -> Location:
         """Location of chunk `i`."""
@@ -315,6 +317,11 @@ class ItemIndex:
             counts = np.diff(self._columns["chunk_ends"])
             self._box_starts_cache = np.concatenate(([0], np.cumsum(2 * ndims * counts)))
         return self._box_starts_cache
+
+
+def _starting_with(keys: list[str], prefix: str) -> list[str]:
+    low = bisect.bisect_left(keys, prefix)
+    return keys[low : bisect.bisect_left(keys, prefix + chr(0x10FFFF), low)]
 
 
 def _location_row(location: Location) -> tuple[int, int, int, int, int]:

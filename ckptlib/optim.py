@@ -8,7 +8,7 @@ Here the state of a parameter stands under the parameter's name, in the layout o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +20,14 @@ Names = Mapping[int, tuple[str, str]]
 """id(parameter) -> its name inside its module, and the same with the module's place in the state before it."""
 
 
-class StoredTensors(Protocol):
+class StoredState(Protocol):
     """What a checkpoint holds: the optimizer state to prepare for (see `skeleton`)."""
 
-    def below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def tensors_below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Tensors whose key starts with ``prefix + "."``: rest of the key -> dtype, global shape."""
+
+    def objects_below(self, prefix: str) -> Collection[str]:
+        """Plain values whose key starts with ``prefix + "."``: rests of the keys."""
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> dict[str, Any]:
@@ -48,11 +51,15 @@ def named_state(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> 
     }
 
 
-def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredTensors) -> dict[str, Any]:
-    """A state to load into: what the optimizer has, and for parameters without state, tensors as the checkpoint has.
+def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredState) -> dict[str, Any]:
+    """A state to load into: what the optimizer has, and for parameters without state, what the checkpoint has.
 
     A moment whose global shape is the parameter's is laid out like the parameter (a DTensor when that is one);
-    anything else (``step``) is a whole tensor.
+    anything else (``step``) is a whole tensor. Parameter groups are matched by position and ask for the options that
+    are stored, so that one which a newer torch adds keeps its own value.
+
+    Raises:
+        StateError: the checkpoint has another number of parameter groups.
     """
     state = named_state(optimizer, names, prefix)
     name_of = _namer(optimizer, names, prefix)
@@ -61,45 +68,28 @@ def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored
             name = name_of(parameter)
             if name in state["state"]:
                 continue
-            made = {
-                slot: _like(parameter, dtype, shape)
-                for slot, (dtype, shape) in stored.below(f"{prefix}.state.{name}").items()
-                if "." not in slot
-            }
+            made = _slots(stored, f"{prefix}.state.{name}", parameter)
             if made:
                 state["state"][name] = made
-    return state
-
-
-def check_groups(optimizer: torch.optim.Optimizer, values: Mapping[str, Any], prefix: str) -> None:
-    """Checks that stored parameter groups fit the optimizer, before anything is changed.
-
-    Raises:
-        StateError: the checkpoint has another number of parameter groups.
-    """
-    groups = values.get(f"{prefix}.param_groups")
-    if groups is not None and len(groups) != len(optimizer.param_groups):
+    groups = _stored_groups(stored, f"{prefix}.param_groups")
+    if groups and len(groups) != len(optimizer.param_groups):
         raise StateError(
             f"{prefix}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
         )
+    return state | ({"param_groups": groups} if groups else {})
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str) -> None:
     """Gives a filled `skeleton` to the optimizer.
 
-    Groups are matched by position (`check_groups`): the options come from the checkpoint, the members stay the
-    optimizer's.
+    Options of the groups come from the checkpoint, the members stay the optimizer's.
     """
     name_of = _namer(optimizer, names, prefix)
-    groups = state["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {name_of(parameter): i for i, parameter in enumerate(parameters)}
     numbered_groups = [
-        {
-            **{option: value for option, value in group.items() if option != "params"},
-            "params": [numbers[name_of(parameter)] for parameter in own["params"]],
-        }
-        for own, group in zip(optimizer.param_groups, groups, strict=True)
+        {**own, **group, "params": [numbers[name_of(parameter)] for parameter in own["params"]]}
+        for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     slots = {numbers[name]: dict(slots) for name, slots in state["state"].items() if name in numbers}
     optimizer.load_state_dict({"state": slots, "param_groups": numbered_groups})
@@ -108,6 +98,25 @@ def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapp
         for slot, value in stored.items():
             if isinstance(value, torch.Tensor) and optimizer.state[parameters[number]][slot].dtype != value.dtype:
                 optimizer.state[parameters[number]][slot] = value
+
+
+def _slots(stored: StoredState, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
+    """Places for what is stored below a prefix; a value that is loaded replaces its None."""
+    made: dict[str, Any] = {slot: None for slot in stored.objects_below(prefix) if "." not in slot}
+    return made | {
+        slot: _like(parameter, dtype, shape)
+        for slot, (dtype, shape) in stored.tensors_below(prefix).items()
+        if "." not in slot
+    }
+
+
+def _stored_groups(stored: StoredState, prefix: str) -> list[dict[str, Any]]:
+    rests = {*stored.objects_below(prefix), *stored.tensors_below(prefix)}
+    count = 1 + max(
+        (int(number) for number in (rest.partition(".")[0] for rest in rests) if number.isdecimal()), default=-1
+    )
+    anywhere = torch.empty(())
+    return [_slots(stored, f"{prefix}.{i}", anywhere) for i in range(count)]
 
 
 def _like(parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

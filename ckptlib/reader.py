@@ -104,10 +104,15 @@ def load(
 
 @dataclass
 class PreparedLoad:
-    """A load that can begin: everything that can be refused has been looked at, nothing has been changed (R4)."""
+    """A load that can begin: everything that can be refused has been looked at, nothing has been changed (R4).
+
+    Attributes:
+        padded: tensors whose stored shape is another one: what is not stored of them becomes zero.
+    """
 
     source: Source
     flat: FlatState
+    padded: list[TensorLeaf]
     reads: list[_Read]
     objects: Mapping[str, Any]
     values: Mapping[str, Any]
@@ -121,7 +126,7 @@ class PreparedLoad:
             CkptError, OSError: it failed before.
         """
         started = time.perf_counter()
-        _execute(self.source, self.reads, self.report)
+        _execute(self.source, self.padded, self.reads, self.report)
         try:
             for leaf in self.flat.objects:
                 if leaf.key in self.objects:
@@ -132,18 +137,13 @@ class PreparedLoad:
             for finish in self.flat.finishers:
                 finish()
         except Exception as error:
-            raise self.incomplete(f"{type(error).__name__}: {error}") from error
+            raise self.incomplete(error) from error
         self.report.seconds += time.perf_counter() - started
         return self.report
 
-    def incomplete(self, reason: str) -> LoadIncompleteError:
-        """The error for a load whose tensors are filled, and which failed nevertheless."""
-        keys = list(dict.fromkeys(read.leaf.key for read in self.reads))
-        return LoadIncompleteError(
-            f"{self.source.url}: the load failed after {len(keys)} tensors had been changed ({_some(keys)}): {reason}. "
-            "Load again, or from elsewhere.",
-            changed=keys,
-        )
+    def incomplete(self, error: Exception) -> LoadIncompleteError:
+        """What to raise when the tensors are filled and something failed nevertheless."""
+        return _incomplete(self.source.url, list(dict.fromkeys(read.leaf.key for read in self.reads)), error)
 
 
 def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadReport:
@@ -173,7 +173,7 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadRepo
         agree(group, "load", fill)
     except CkptError as error:
         if loaded:
-            raise ready.incomplete(str(error)) from error
+            raise ready.incomplete(error) from error
         raise
     return ready.report
 
@@ -189,21 +189,19 @@ def prepare_load(
     started = time.perf_counter()
     if strict not in ("error", "warn", "return"):
         raise StateError(f"strict={strict!r}: expected 'error', 'warn' or 'return'")
-    flat = flatten(state, stored_tensors=source)
+    flat = flatten(state, stored=source)
     report = LoadReport(source.url, source.save_id)
     _compare_keys(source, flat, strict, report, ignore)
     absent = set(report.missing)
-    reads = [
-        read for leaf in flat.tensors if leaf.key not in absent for read in _plan_leaf(source.index, leaf, source.url)
-    ]
+    present = [leaf for leaf in flat.tensors if leaf.key not in absent]
+    reads = [read for leaf in present for read in _plan_leaf(source.index, leaf, source.url)]
+    padded = [leaf for leaf in present if source.index.tensor(leaf.key).shape != leaf.global_shape]
     if verify is not None:
         _verify_first(source, verify)
     objects = {leaf.key: source.read_object(leaf.key) for leaf in flat.objects if leaf.key not in absent}
     values = {leaf.key: source.read_object(leaf.key) for leaf in flat.values if leaf.key not in absent}
-    for check in flat.checks:
-        check(values)
     report.seconds = time.perf_counter() - started
-    return PreparedLoad(source, flat, reads, objects, values, report)
+    return PreparedLoad(source, flat, padded, reads, objects, values, report)
 
 
 def read(
@@ -233,7 +231,7 @@ def read(
         reads += list(
             _plan_leaf(source.index, TensorLeaf(key, out[key], info.shape, Box.whole(info.shape)), source.url)
         )
-    _execute(source, reads, LoadReport(source.url, source.save_id))
+    _execute(source, [], reads, LoadReport(source.url, source.save_id))
     return out
 
 
@@ -317,30 +315,30 @@ def _verify_first(source: Source, level: str) -> None:
         raise IntegrityError(f"{source.url}: verification failed, nothing was loaded: {'; '.join(result.problems)}")
 
 
-def _execute(source: Source, reads: list[_Read], report: LoadReport) -> None:
-    """Reads file by file, in file order."""
+def _execute(source: Source, padded: Sequence[TensorLeaf], reads: list[_Read], report: LoadReport) -> None:
+    """Zeroes the tensors that the stored ones do not fill, then reads file by file, in file order."""
     changed: dict[str, None] = {}
+    for leaf in padded:
+        changed[leaf.key] = None
+        leaf.tensor.zero_()
     reads.sort(key=lambda read: (read.location.file, read.location.offset))
     try:
-        zeroed: set[int] = set()
         for read in reads:
-            leaf = read.leaf
-            if leaf.allow_shape_mismatch and id(leaf) not in zeroed:
-                zeroed.add(id(leaf))
-                changed[leaf.key] = None
-                leaf.tensor.zero_()  # rows that the stored vocabulary does not have
             _read_piece(source, read, report, changed)
     except (OSError, CkptError) as error:
         if not changed:
             raise
-        names = list(changed)
-        failure = LoadIncompleteError(
-            f"{source.url}: the load failed after {len(names)} tensors had been changed ({_some(names)}): {error}. "
-            "Load again, or from elsewhere.",
-            changed=names,
-        )
-        failure.exit_code = error.exit_code if isinstance(error, CkptError) else 1
-        raise failure from error
+        raise _incomplete(source.url, list(changed), error) from error
+
+
+def _incomplete(url: str, keys: Sequence[str], error: Exception) -> LoadIncompleteError:
+    failure = LoadIncompleteError(
+        f"{url}: the load failed after {len(keys)} tensors had been changed ({_some(keys)}): {type(error).__name__}: "
+        f"{error}. Load again, or from elsewhere.",
+        changed=keys,
+    )
+    failure.exit_code = error.exit_code if isinstance(error, CkptError) else 1
+    return failure
 
 
 def _read_piece(source: Source, read: _Read, report: LoadReport, changed: dict[str, None]) -> None:

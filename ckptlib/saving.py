@@ -23,7 +23,8 @@ from ckptlib.index import items_to_json
 from ckptlib.manifest import Begin, Decision, RankRecord
 from ckptlib.plan import LocalPlan, TensorPiece, WritePlan, make_write_plan, values_digest
 from ckptlib.safe_pickle import dump_object
-from ckptlib.state import FlatState, value_digest
+from ckptlib.state import FlatState
+from ckptlib.value_digest import value_digest
 from ckptlib.writer import RankFiles, serialise_objects, write_rank_files
 
 log = logging.getLogger("ckptlib")
@@ -74,7 +75,7 @@ def describe(flat: FlatState) -> LocalPlan:
             for leaf in flat.tensors
         ),
         objects={leaf.key: leaf.main for leaf in flat.objects},
-        values={leaf.key: value_digest(leaf.value) for leaf in flat.values},
+        values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value) for leaf in flat.values},
     )
 
 

@@ -92,13 +92,18 @@ class Source:
             return location
         return torch_dist.locate_payload(self.storage, self.path, location)
 
-    def below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `ckptlib.optim.StoredTensors`."""
+    def tensors_below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `ckptlib.optim.StoredState`."""
         start = prefix + "."
         return {
             info.key.removeprefix(start): (dtype_of(info.dtype), info.shape)
             for info in map(self.index.tensor, self.index.keys_below(start))
         }
+
+    def objects_below(self, prefix: str) -> list[str]:
+        """See `ckptlib.optim.StoredState`."""
+        start = prefix + "."
+        return [key.removeprefix(start) for key in self.index.object_keys_below(start)]
 
 
 def open_source(

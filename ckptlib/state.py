@@ -2,20 +2,18 @@
 
 A state is a nested dict whose leaves are tensors, DTensors, `ShardedTensor`, `ShardedObject`,
 `LocalNonpersistentObject`, `Stateful` objects (anything with ``state_dict`` and ``load_state_dict``), torch
-optimizers and plain values. Names follow torch's distributed checkpoint: the dotted path, list elements by number,
-lists without tensors as one value; the `Sharded*` leaves carry names of their own, as in Megatron-Core.
+optimizers and plain values. Names follow torch's distributed checkpoint (`traverse_state_dict`), which reads what is
+written here: the dotted path, the elements of a list by number when it holds tensors or dicts, any other list and
+every tuple as one value. The `Sharded*` leaves carry names of their own, as in Megatron-Core.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,9 +23,6 @@ from ckptlib.errors import StateError
 from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor, is_main_replica
 
 Path = tuple[str | int, ...]
-
-RANK_ATTRIBUTES = frozenset({"rank", "local_rank"})
-"""Attributes of an argparse Namespace that differ between ranks by nature; they do not count as disagreement."""
 
 
 @runtime_checkable
@@ -80,12 +75,17 @@ class ObjectLeaf:
 
 @dataclass
 class ValueLeaf:
-    """A plain value under its dotted path; `assign` puts a loaded value back into the tree."""
+    """A plain value under its dotted path; `assign` puts a loaded value back into the tree.
+
+    Attributes:
+        of_rank: it may differ between ranks, and the first rank's is stored: for people, no reader needs it.
+    """
 
     key: str
     path: Path
     value: Any
     assign: Callable[[Any], None]
+    of_rank: bool = False
 
 
 @dataclass
@@ -94,23 +94,28 @@ class FlatState:
 
     Attributes:
         finishers: run after the leaves are filled.
-        checks: run before anything is changed, with the loaded values by key; raise `StateError` to refuse them.
+        lists: path of each list whose elements are leaves of their own -> its length.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
     objects: list[ObjectLeaf] = field(default_factory=list)
     values: list[ValueLeaf] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
-    checks: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
+    lists: dict[Path, int] = field(default_factory=dict)
 
     def common(self) -> dict[str, Any]:
-        """The plain values as a nested dict: the common state that Megatron readers expect."""
+        """The plain values as a nested dict: the common state that Megatron readers expect.
+
+        A list is a list again when none of its elements held a tensor; else a dict from numbers to what is left.
+        """
         root: dict[Any, Any] = {}
         for leaf in self.values:
             node = root
             for name in leaf.path[:-1]:
                 node = node.setdefault(name, {})
             node[leaf.path[-1]] = leaf.value
+        for path, length in sorted(self.lists.items(), key=lambda entry: -len(entry[0])):  # inner ones first
+            _put_list(root, path, length)
         return root
 
 
@@ -131,12 +136,12 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def flatten(state: Mapping[str, Any], *, stored_tensors: optim.StoredTensors | None = None) -> FlatState:
+def flatten(state: Mapping[str, Any], *, stored: optim.StoredState | None = None) -> FlatState:
     """Leaves of a state tree.
 
     Args:
         state: the tree; its root must be a mapping.
-        stored_tensors: for a load: what the checkpoint holds below a prefix. A fresh optimizer has no moments yet;
+        stored: for a load: what the checkpoint holds below a prefix. A fresh optimizer has no moments yet;
             they are made from it. None for a save.
 
     Raises:
@@ -144,15 +149,16 @@ def flatten(state: Mapping[str, Any], *, stored_tensors: optim.StoredTensors | N
     """
     if not isinstance(state, Mapping):
         raise StateError(f"state: expected a mapping from names to parts, got {type(state).__name__}")
-    return _Walker(_parameter_names(state), stored_tensors).run(state)
+    return _Walker(_parameter_names(state), stored).run(state)
 
 
 class _Walker:
-    def __init__(self, names: optim.Names, stored_tensors: optim.StoredTensors | None) -> None:
+    def __init__(self, names: optim.Names, stored: optim.StoredState | None) -> None:
         self._names = names
-        self._stored = stored_tensors
+        self._stored = stored
         self._flat = FlatState()
         self._seen: dict[str, str] = {}
+        self._of_rank: set[Path] = set()
 
     def run(self, state: Mapping[str, Any]) -> FlatState:
         for name, value in state.items():
@@ -180,8 +186,10 @@ class _Walker:
                             f"{dotted(path)}: key {name!r} is a {type(name).__name__}, expected str or int"
                         )
                     self._walk((*path, name), inner, _item_setter(value, name))
-            case list() | tuple() if _holds_tensors(value):
+            case list() | tuple() if _is_walked(value):
                 items = value if isinstance(value, list) else [*value]
+                if isinstance(value, list):
+                    self._flat.lists[path] = len(items)
                 for i, inner in enumerate(items):
                     self._walk((*path, i), inner, _item_setter(items, i))
                 if isinstance(value, tuple):
@@ -193,17 +201,18 @@ class _Walker:
                 self._flat.finishers.append(lambda: value.load_state_dict(inner))
             case _:
                 self._claim(dotted(path), path)
-                self._flat.values.append(ValueLeaf(dotted(path), path, value, assign))
+                self._flat.values.append(ValueLeaf(dotted(path), path, value, assign, path in self._of_rank))
 
     def _optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         prefix = dotted(path)
+        # Members of a group differ between pipeline stages; a load takes them from the optimizer, not from here.
+        self._of_rank.update((*path, "param_groups", i, "params") for i in range(len(optimizer.param_groups)))
         if self._stored is None:
             state = optim.named_state(optimizer, self._names, prefix)
             self._walk(path, state, _refuse_assign(path))
         else:
             state = optim.skeleton(optimizer, self._names, prefix, self._stored)
             self._walk(path, state, _refuse_assign(path))
-            self._flat.checks.append(lambda values: optim.check_groups(optimizer, values, prefix))
             self._flat.finishers.append(lambda: optim.load_named_state(optimizer, self._names, state, prefix))
 
     def _tensor(self, path: Path, tensor: torch.Tensor) -> None:
@@ -226,7 +235,8 @@ class _Walker:
 
     def _sharded_tensor(self, path: Path, value: ShardedTensor) -> None:
         # One rank may hold several pieces of one global tensor (gated MLP halves), so the box is part of the name.
-        self._claim(f"{value.key} {value.box}", path)
+        if value.box.volume:
+            self._claim(f"{value.key} {value.box}", path)
         _check_plain(value.key, value.data)
         self._flat.tensors.append(
             TensorLeaf(
@@ -276,46 +286,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a buffer
 
 
-def value_digest(value: Any) -> str:
-    """SHA-256 of a plain value by its structure: equal values give equal digests, whatever shares memory in them."""
-    digest = hashlib.sha256()
-    for piece in _digest_pieces(value):
-        digest.update(len(piece).to_bytes(8, "little"))
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _digest_pieces(value: Any) -> Iterator[bytes]:
-    yield type(value).__qualname__.encode()
-    match value:
-        case Mapping():
-            yield str(len(value)).encode()
-            for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
-                yield from _digest_pieces(key)
-                yield from _digest_pieces(value[key])
-        case Namespace():
-            yield from _digest_pieces({k: v for k, v in vars(value).items() if k not in RANK_ATTRIBUTES})
-        case list() | tuple():
-            yield str(len(value)).encode()
-            for item in value:
-                yield from _digest_pieces(item)
-        case set() | frozenset():
-            yield str(len(value)).encode()
-            yield from sorted(b"".join(_digest_pieces(item)) for item in value)
-        case np.ndarray():
-            yield f"{value.dtype} {value.shape}".encode()
-            yield np.ascontiguousarray(value).tobytes()
-        case torch.Tensor():
-            yield f"{value.dtype} {tuple(value.shape)}".encode()
-            yield bytes(leaf_bytes(value))
-        case bytes() | bytearray():
-            yield bytes(value)
-        case _ if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-            yield from _digest_pieces(vars(value))
-        case _:
-            yield repr(value).encode()
-
-
 def _check_plain(key: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise StateError(f"tensor {key!r}: layout {tensor.layout} cannot be saved; make it dense first")
@@ -325,16 +295,27 @@ def _check_plain(key: str, tensor: torch.Tensor) -> None:
         raise StateError(f"tensor {key!r} is on the meta device: it has no data")
 
 
-def _holds_tensors(value: Any) -> bool:
+def _is_walked(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the elements are leaves of their own: as torch has it, or because only leaves can be placed."""
+    return _holds_placed(value) or (isinstance(value, list) and _holds_leaves(value))
+
+
+def _holds_leaves(value: list[Any]) -> bool:
+    """torch's rule: a list with a tensor or a dict in it, or in a list in it."""
+    return any(
+        isinstance(item, torch.Tensor | Mapping) or (isinstance(item, list) and _holds_leaves(item)) for item in value
+    )
+
+
+def _holds_placed(value: Any) -> bool:
+    """Whether there is anything in it that says where it lies, or that has a state: it cannot be a plain value."""
     match value:
-        case torch.Tensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject():
-            return True
-        case torch.optim.Optimizer():
+        case DTensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject() | torch.optim.Optimizer():
             return True
         case Mapping():
-            return any(map(_holds_tensors, value.values()))
+            return any(map(_holds_placed, value.values()))
         case list() | tuple():
-            return any(map(_holds_tensors, value))
+            return any(map(_holds_placed, value))
         case _:
             return isinstance(value, Stateful) and not isinstance(value, type)
 
@@ -373,6 +354,16 @@ def _put_tuple(old: tuple[Any, ...], items: list[Any], assign: Callable[[Any], N
     if any(one is not other for one, other in zip(old, items, strict=True)):
         make = getattr(old, "_make", tuple)  # named tuples
         assign(make(items))
+
+
+def _put_list(root: dict[Any, Any], path: Path, length: int) -> None:
+    """Turns the dict from numbers that stands for a list into the list, if every element is there."""
+    node: Any = root
+    for name in path[:-1]:
+        node = node.get(name) if isinstance(node, dict) else None
+    items = node.get(path[-1]) if isinstance(node, dict) else None
+    if isinstance(items, dict) and len(items) == length:
+        node[path[-1]] = [items[i] for i in range(length)]
 
 
 def _data_setter(cell: ShardedObject) -> Callable[[Any], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckptlib.errors import StateError
 from ckptlib.plan import make_write_plan
 from ckptlib.saving import describe
 from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ckptlib.state import dtype_of, flatten, leaf_bytes, value_digest
-
-Pair = namedtuple("Pair", "weight scale")
+from ckptlib.state import dtype_of, flatten, leaf_bytes
+from ckptlib.value_digest import value_digest
 
 
 def names(state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
@@ -124,21 +123,48 @@ def test_a_class_with_state_methods_is_no_stateful_object() -> None:
     assert names({"kind": torch.nn.Linear})[2] == ["kind"]
 
 
-def test_tuples_that_hold_tensors_are_replaced_when_a_plain_value_in_them_changes() -> None:
-    state = {"opt": {"pair": Pair(torch.zeros(2), 1.0), "plain": (torch.zeros(1), [torch.ones(1)])}}
-    before = state["opt"]["plain"]
+def test_lists_with_tensors_or_dicts_are_walked_and_other_lists_and_tuples_are_values() -> None:
+    """torch's rule (`traverse_state_dict`): what plain torch asks for is stored under the names it asks for."""
+    state = {
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": ["a", "b"]}, {"lr": 0.2}],
+        "deep": [[1, [{"x": 1}]], 2],
+        "plain": [1, [2, (3,)]],
+        "pair": (torch.zeros(1), 1.0),
+        "mixed": [torch.zeros(1), 5],
+    }
+    ours = {*names(state)[0], *names(state)[2]}
+    assert ours == {*flatten_state_dict(state)[0]}
+    assert {"groups.0.lr", "groups.0.params", "deep.0.1.0.x", "plain", "pair", "mixed.0", "mixed.1"} <= ours
+
+
+def test_tuples_are_walked_where_something_in_them_must_be_placed_and_replaced_when_a_value_changes() -> None:
+    one, two = (ShardedTensor(key, torch.zeros(2), (2,), Box((0,), (2,))) for key in "vw")
+    same = ([two],)
+    state = {"opt": {"pair": (one, 1.0), "same": same}}
     flat = flatten(state)
+    assert [leaf.key for leaf in flat.tensors] == ["v", "w"]
     next(leaf for leaf in flat.values if leaf.key == "opt.pair.1").assign(2.5)
     for finish in flat.finishers:
         finish()
-    assert isinstance(state["opt"]["pair"], Pair)
-    assert state["opt"]["pair"].scale == 2.5
-    assert state["opt"]["plain"] is before
+    assert state["opt"]["pair"][1] == 2.5
+    assert state["opt"]["same"] is same
 
 
 def test_plain_values_become_the_nested_common_state() -> None:
-    state = {"args": argparse.Namespace(lr=0.1), "a": {"x": 1, "t": torch.zeros(1), "b": {"y": [1, 2]}}}
-    assert flatten(state).common() == {"args": argparse.Namespace(lr=0.1), "a": {"x": 1, "b": {"y": [1, 2]}}}
+    state = {
+        "args": argparse.Namespace(lr=0.1),
+        "a": {"x": 1, "t": torch.zeros(1), "b": {"y": [1, 2]}},
+        "groups": [{"lr": 1, "inner": [{"z": 1}]}, {"lr": 2}],
+        "part": [torch.zeros(1), 7],
+        "numbered": {0: {"u": 1}, 1: 2},
+    }
+    assert flatten(state).common() == {
+        "args": argparse.Namespace(lr=0.1),
+        "a": {"x": 1, "b": {"y": [1, 2]}},
+        "groups": [{"lr": 1, "inner": [{"z": 1}]}, {"lr": 2}],
+        "part": {1: 7},
+        "numbered": {0: {"u": 1}, 1: 2},
+    }
 
 
 @given(st.integers(0, 6), st.integers(1, 4), st.data())

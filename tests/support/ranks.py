@@ -16,7 +16,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -28,7 +28,10 @@ START_SECONDS = 60.0
 """How long a launch may take before the function runs: a loaded machine is slow, not broken."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "ckptlib"])
+# The optimizers import torch's compiler on first use, which takes seconds; test modules import pytest and hypothesis.
+_context.set_forkserver_preload(
+    ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "ckptlib", "pytest", "hypothesis"]
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,36 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     failed = [outcome for outcome in outcomes if not outcome.ok]
     assert not failed, "\n".join(f"rank {o.rank} (exit code {o.exitcode}):\n{o.text}" for o in failed)
     return [outcome.value for outcome in outcomes]
+
+
+Check = Callable[..., None]
+
+
+def run_checks(world_size: int, checks: Sequence[Check], *args: Any, timeout: float = 90.0) -> dict[str, str]:
+    """Runs several checks, each `check(rank, *args)`, one after the other in one launch.
+
+    Returns:
+        Name of each check -> what went wrong, on which ranks; empty: it passed on all.
+    """
+    outcomes = try_ranks(world_size, _each_check, [*checks], args, timeout=timeout)
+    verdicts = {}
+    for check in checks:
+        name = check.__name__
+        texts = [(o.value or {}).get(name, f"did not run (exit code {o.exitcode})\n{o.text}") for o in outcomes]
+        verdicts[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return verdicts
+
+
+def _each_check(rank: int, checks: list[Check], args: tuple[Any, ...]) -> dict[str, str]:
+    verdicts = {}
+    for check in checks:
+        try:
+            check(rank, *args)
+            verdicts[check.__name__] = ""
+        except Exception:
+            verdicts[check.__name__] = traceback.format_exc()
+        dist.barrier()
+    return verdicts
 
 
 def try_ranks(

@@ -1,0 +1,56 @@
+"""Digests of plain values, by which ranks are compared (W3)."""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptlib.state import leaf_bytes
+
+RANK_ATTRIBUTES = frozenset({"rank", "local_rank"})
+"""Attributes of an argparse Namespace that differ between ranks by nature; they do not count as disagreement."""
+
+
+def value_digest(value: Any) -> str:
+    """SHA-256 of a plain value by its structure: equal values give equal digests, whatever shares memory in them."""
+    digest = hashlib.sha256()
+    for piece in _digest_pieces(value):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_pieces(value: Any) -> Iterator[bytes]:
+    yield type(value).__qualname__.encode()
+    match value:
+        case Mapping():
+            yield str(len(value)).encode()
+            for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
+                yield from _digest_pieces(key)
+                yield from _digest_pieces(value[key])
+        case Namespace():
+            yield from _digest_pieces({k: v for k, v in vars(value).items() if k not in RANK_ATTRIBUTES})
+        case list() | tuple():
+            yield str(len(value)).encode()
+            for item in value:
+                yield from _digest_pieces(item)
+        case set() | frozenset():
+            yield str(len(value)).encode()
+            yield from sorted(b"".join(_digest_pieces(item)) for item in value)
+        case np.ndarray():
+            yield f"{value.dtype} {value.shape}".encode()
+            yield np.ascontiguousarray(value).tobytes()
+        case torch.Tensor():
+            yield f"{value.dtype} {tuple(value.shape)}".encode()
+            yield bytes(leaf_bytes(value))
+        case bytes() | bytearray():
+            yield bytes(value)
+        case _ if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            yield from _digest_pieces(vars(value))
+        case _:
+            yield repr(value).encode()
