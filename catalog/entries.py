@@ -11,7 +11,6 @@ from catalog.rows import Origin
 from ckptlib.errors import CatalogError
 from ckptlib.events import CommitEvent
 from ckptlib.manifest import Manifest
-from ckptlib.storage import basename, parent
 from ckptlib.topology import Topology
 
 FOREIGN_ATTEMPT = -1
@@ -109,14 +108,15 @@ def from_commit(event: CommitEvent, *, run: str | None = None, adopted: bool = F
             "Save with run=..., or through a Checkpointer."
         )
     url = event.url.rstrip("/")
-    root_url = (event.root_url or parent(url)).rstrip("/")
-    if not url.startswith(root_url + "/"):
+    root_url = (event.root_url or url.rpartition("/")[0]).rstrip("/")
+    path = url.removeprefix(f"{root_url}/")
+    if path == url:
         raise CatalogError(f"{event.url}: not below its root {event.root_url}")
     return NewCheckpoint(
         run=run,
         root_url=root_url,
         root_id=event.root_id,
-        path=url.removeprefix(root_url + "/") if event.root_url else basename(url),
+        path=path,
         save_id=begin.save_id,
         iteration=begin.iteration,
         manifest_sha256=event.manifest_sha256,

@@ -362,7 +362,7 @@ def test_two_foreign_saves_of_one_shape_are_two_checkpoints(catalog: Catalog, tm
     assert len({row.save_id for row in rows}) == 2
 
 
-MEGATRON = Path(os.environ.get("CKPT_MEGATRON_FIXTURES", Path(__file__).parents[3] / "shared/fixtures/megatron"))
+MEGATRON = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "megatron"
 
 
 @pytest.mark.skipif(not MEGATRON.is_dir(), reason=f"the Megatron checkpoints are not at {MEGATRON}")

@@ -73,7 +73,9 @@ class Training:
         """The saves in its directory, oldest first."""
         return sorted(path.name for path in (self.directory(iteration) / ".ckpt").iterdir() if "-" in path.name)
 
-    def die_before_the_decision(self, iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die_before_the_decision(
+        self, iteration: int, monkeypatch: pytest.MonkeyPatch, listeners: Sequence[CommitListener] = ()
+    ) -> None:
         """Saves with a coordinator that dies when every record exists and nothing is decided."""
 
         def die(*_: object) -> None:
@@ -82,7 +84,7 @@ class Training:
         with monkeypatch.context() as patched:
             patched.setattr(commit, "_decide", die)
             with pytest.raises(OSError, match="coordinator"):
-                self.attempt(iteration)
+                self.attempt(iteration, listeners=listeners)
 
 
 def flip_a_byte(path: Path, at: int = -100) -> None:
