@@ -207,7 +207,5 @@ def judge(report: VerifyReport) -> tuple[Result, str]:
         result = "corrupt"
     elif report.unreadable:
         result = "unreadable"
-    bad = [f"{name}: {check.verdict}" for name, check in report.checks.items() if check.verdict not in ("ok", "extra")]
-    named = [*bad, *report.problems]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return result, "; ".join(named[:3]) + more
+    more = f"; and {len(report.problems) - 3} more" if len(report.problems) > 3 else ""
+    return result, "; ".join(report.problems[:3]) + more
