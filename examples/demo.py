@@ -31,9 +31,9 @@ from ckptlib.errors import CkptError
 RANKS = 4
 """Processes of the first attempt."""
 
-FLIP_FROM, FLIP_LATEST = 40, 80
-"""Iterations: the byte is flipped in the first checkpoint from FLIP_FROM on that is saved after the flows have verified
-another; on a machine so slow that they have not by FLIP_LATEST, without waiting for them any longer."""
+FLIP_FROM, FLIP_LATEST = 30, 70
+"""Iterations: the first checkpoint from FLIP_FROM on that is saved after the flows have verified another is damaged; on
+a machine where training is so much faster that they have not by FLIP_LATEST, without waiting for them any longer."""
 
 CONTINUITY = 1e-3
 """Nats: how far the losses of iterations that both attempts computed may differ. The cuts differ, so sums are added
@@ -50,6 +50,7 @@ class Story:
         self.stage = stage
         self.began = time.monotonic()
         self.told: set[SaveOnDisk] = set()
+        self.damaged_shard = ""
         self.verdicts: dict[str, str] = {}
 
     def tell(self) -> None:
@@ -71,13 +72,21 @@ class Story:
         killed = self.kill_in_the_middle_of_a_save(ranks, after=damaged)
 
         stage.step("The flows give their verdicts")
+        self.adopt_what_is_missing()
         self.await_verdicts()
         self.check_damage_found(damaged)
-        chosen = self.expected_resume_point(damaged)
 
         stage.step("Where would training resume?")
+        chosen = self.newest_verified()
         explanation = stage.ckpt("resume", RUN, "--explain")
-        stage.check("corrupt" in explanation, "the explanation names the corrupt candidate that it passes over")
+        stage.check(
+            "corrupt" in explanation or chosen.iteration > damaged.iteration,
+            "the explanation tells why the newer, corrupt one is passed over",
+        )
+        stage.check(
+            stage.ckpt("resume", RUN, "--path-only").strip() == chosen.url,
+            f"that is the newest verified checkpoint, iteration {chosen.iteration}",
+        )
 
         stage.step("Training again on another topology, 2 processes, TP=1 x DP=2, to the end")
         self.train_to_the_end(stage.start_training(2, tp=1))
@@ -100,29 +109,41 @@ class Story:
     # --- first attempt ------------------------------------------------------------------------------------------------
 
     def train_until_damaged(self, ranks: Ranks) -> SaveOnDisk:
-        """Watches training until a checkpoint is fit to be damaged, and flips a byte in it right after its commit."""
+        """Watches training until a checkpoint is fit to be damaged, and flips a byte in one of its files.
+
+        That is done once the file is written and its digest recorded, and before the commit: no verification can have
+        read it yet. The commit does not read it either: its digest was computed while writing.
+        """
+        verified, look_again = 0, 0.0
         while True:
             self.require_running(ranks)
-            for save in self.tell_commits():
+            if self.tell_commits() or time.monotonic() > look_again:
                 verified = list(self.tell_verdicts().values()).count("verified")
-                if save.iteration >= FLIP_FROM and (verified or save.iteration >= FLIP_LATEST):
-                    shard = save.data_files()[-1]
-                    offset = flip_byte(shard)
+                look_again = time.monotonic() + 0.5
+            writing = self.undecided_saves()
+            for save in writing:
+                if save.iteration < (FLIP_FROM if verified else FLIP_LATEST) or save.recorded_shard() is None:
+                    continue
+                shard = save.recorded_shard() if ranks.freeze() else None
+                offset = None if shard is None else flip_byte(shard)
+                ranks.thaw()
+                if shard is not None:
                     self.stage.step(f"Damage: one byte of the checkpoint of iteration {save.iteration}")
-                    self.stage.say(f"flipped byte {offset} of {shard.name}, just after its commit")
+                    self.stage.say(f"flipped byte {offset:,} of {shard.name}, after it was written, before its commit")
                     self.stage.say(f"the flows have verified {verified} checkpoints so far, while training goes on")
+                    self.damaged_shard = shard.name
                     return save
-            time.sleep(0.02)
+            time.sleep(0.001 if writing else 0.01)
 
     def kill_in_the_middle_of_a_save(self, ranks: Ranks, *, after: SaveOnDisk) -> SaveOnDisk:
-        """Kills all ranks while they write the next checkpoint: begun, data on disk, not decided."""
+        """Kills all ranks while they write a later checkpoint: begun, data on disk, not decided."""
         stage = self.stage
-        stage.wait(lambda: after.save_id in stage.rows(), "the damaged checkpoint is in the catalog", 60)
         while True:
             self.require_running(ranks)
             self.tell_commits()
-            for save in begun_saves(stage.root):
-                if not save.unfinished(RANKS):
+            writing = self.undecided_saves()
+            for save in writing:
+                if save.iteration <= after.iteration or not save.unfinished(RANKS):
                     continue
                 # Frozen first: what is seen from now on is what the kill leaves behind.
                 if ranks.freeze() and save.unfinished(RANKS):
@@ -134,7 +155,7 @@ class Story:
                     stage.check(not save.decided, "the save had begun and has no decision: there is no such checkpoint")
                     return save
                 ranks.thaw()
-            time.sleep(0.001)
+            time.sleep(0.001 if writing else 0.01)
 
     def require_running(self, ranks: Ranks) -> None:
         """Raises DemoFailedError when training is over already."""
@@ -166,29 +187,30 @@ class Story:
             lambda: "unverified" not in self.tell_verdicts().values(), "every checkpoint has a verdict", 240
         )
 
+    def adopt_what_is_missing(self) -> None:
+        """A commit whose record died with the trainer is on storage all the same: the catalog is taught it (S3)."""
+        committed = {save.save_id for save in self.told if self.decision(save) == "commit"}
+        if committed - self.stage.rows().keys():
+            self.stage.say("a checkpoint was committed and not recorded before the kill; a scan finds it")
+            self.stage.ckpt("scan", str(self.stage.root), "--adopt", "--yes")
+        self.stage.check(committed == self.stage.rows().keys(), "the catalog knows every committed checkpoint")
+
     def check_damage_found(self, damaged: SaveOnDisk) -> None:
         """The flows found the flipped byte, in the right file, and nothing else wrong."""
         row = self.stage.rows()[damaged.save_id]
         self.stage.check(row.verdict == "corrupt", f"iteration {row.iteration} is marked corrupt")
-        verification = self.stage.catalog.verifications(row.id)[-1]
-        shard = damaged.data_files()[-1].name
+        failed = self.stage.catalog.verifications(row.id)[-1].failed
         self.stage.check(
-            set(verification.failed) == {shard},
-            f"by {verification.worker}, which names exactly the damaged file: {verification.failed}",
+            set(failed) == {self.damaged_shard} and failed[self.damaged_shard]["verdict"] == "digest",
+            f"and exactly the damaged file is named: {self.damaged_shard}, {failed[self.damaged_shard]['detail']}",
         )
         others = [verdict for save_id, verdict in self.verdicts.items() if save_id != damaged.save_id]
         self.stage.check(set(others) == {"verified"}, f"all {len(others)} other checkpoints are verified")
 
-    def expected_resume_point(self, damaged: SaveOnDisk) -> CheckpointRow:
-        """The newest verified checkpoint: the one before the damaged one."""
-        newest = max(
-            (row for row in self.stage.rows().values() if row.verdict == "verified"), key=lambda row: row.order
-        )
-        self.stage.check(
-            newest.iteration == damaged.iteration - SAVE_INTERVAL,
-            f"the newest verified checkpoint is iteration {newest.iteration}, older than the corrupt one",
-        )
-        return newest
+    def newest_verified(self) -> CheckpointRow:
+        """What a restart must resume from."""
+        verified = [row for row in self.stage.rows().values() if row.verdict == "verified"]
+        return max(verified, key=lambda row: row.order)
 
     # --- second attempt -----------------------------------------------------------------------------------------------
 
@@ -257,6 +279,10 @@ class Story:
         return path
 
     # --- looking ------------------------------------------------------------------------------------------------------
+
+    def undecided_saves(self) -> list[SaveOnDisk]:
+        """What is being written right now."""
+        return [save for save in begun_saves(self.stage.root) if save not in self.told and not save.decided]
 
     def decision(self, save: SaveOnDisk) -> str | None:
         """`commit`, `abort`, or None while undecided."""

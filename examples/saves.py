@@ -31,13 +31,24 @@ class SaveOnDisk:
     def unfinished(self, ranks: int) -> bool:
         """Whether it is in the middle: data is on disk, not every one of its `ranks` ranks has recorded its own, and
         nobody has decided. (With all records there, the next attempt would rightly commit it.)"""
-        records = list((self.directory / ".ckpt" / self.save_id).glob("rank_*.json"))
         written = sum(path.stat().st_size for path in self.data_files())
-        return written > 0 and len(records) < ranks and not self.decided
+        return written > 0 and len(self._records()) < ranks and not self.decided
+
+    def recorded_shard(self) -> Path | None:
+        """A shard file that is complete and durable, its digest recorded, in a save that is not decided yet."""
+        for record in self._records():
+            rank = record.stem.removeprefix("rank_")
+            shards = list(self.directory.glob(f"__{rank}_*.{self.save_id}.distcp"))
+            if shards and not self.decided:
+                return shards[0]
+        return None
 
     def data_files(self) -> list[Path]:
         """The shard files that exist so far."""
         return sorted(self.directory.glob(f"__*.{self.save_id}.distcp"))
+
+    def _records(self) -> list[Path]:
+        return sorted((self.directory / ".ckpt" / self.save_id).glob("rank_*.json"), reverse=True)
 
     def files(self) -> list[Path]:
         """Everything it has written so far."""

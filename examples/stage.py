@@ -24,7 +24,7 @@ from catalog.rows import CheckpointRow
 from flows import process, state
 
 RUN = "gpt-demo"
-STEPS = 120
+STEPS = 100
 SAVE_INTERVAL = 5
 HERE = Path(__file__).resolve().parent
 OWNER_VARIABLE = "CKPT_DEMO_ID"
