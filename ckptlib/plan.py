@@ -292,35 +292,30 @@ def intersect_chunks(request: Box, offsets: Int64s, shapes: Int64s) -> Iterator[
         yield ReadPiece(int(i), common.relative_to(origin), common.relative_to(request.offset), whole)
 
 
-def contiguous_runs(
-    box: Box, source_shape: Sequence[int], target_shape: Sequence[int], target_offset: Sequence[int]
-) -> tuple[Int64s, Int64s, int]:
-    """Element runs that are contiguous in both the stored chunk and the destination.
+def contiguous_runs(box: Box, source_shape: Sequence[int], target_strides: Sequence[int]) -> tuple[Int64s, Int64s, int]:
+    """Element runs that are contiguous in both the stored chunk and the destination, in the order of the chunk.
 
     Args:
-        box: the common box, relative to the chunk.
-        source_shape: shape of the chunk.
-        target_shape: shape of the destination.
-        target_offset: where the box begins in the destination.
+        box: relative to the chunk; not empty.
+        source_shape: shape of the chunk, which is stored in row-major order.
+        target_strides: strides of the destination, a view with the shape of `box`; its last axis is dense.
 
     Returns:
-        source offsets, target offsets (elements, both of shape (n,)), and the length of every run in elements.
+        source offsets, target offsets from the view's first element (elements, both of shape (n,)), and the length
+        of every run in elements.
     """
-    ndim = len(box.shape)
-    axis = ndim
+    source_strides = _strides(source_shape)
     length = 1
-    while axis > 0:
-        axis -= 1
-        length *= box.shape[axis]
-        if not box.shape[axis] == source_shape[axis] == target_shape[axis]:
-            break
-    source_strides, target_strides = _strides(source_shape), _strides(target_shape)
+    # Axes of size 1 neither make a run longer nor end it, whatever their strides say.
+    axes = [axis for axis in range(len(box.shape)) if box.shape[axis] != 1]
+    while axes and source_strides[axes[-1]] == length == target_strides[axes[-1]]:
+        length *= box.shape[axes.pop()]
     source = np.array([sum(o * s for o, s in zip(box.offset, source_strides, strict=True))], np.int64)
-    target = np.array([sum(o * s for o, s in zip(target_offset, target_strides, strict=True))], np.int64)
-    for i in range(axis):
-        steps = np.arange(box.shape[i], dtype=np.int64)
-        source = (source[:, None] + steps * source_strides[i]).reshape(-1)
-        target = (target[:, None] + steps * target_strides[i]).reshape(-1)
+    target = np.zeros(1, np.int64)
+    for axis in axes:
+        steps = np.arange(box.shape[axis], dtype=np.int64)
+        source = (source[:, None] + steps * source_strides[axis]).reshape(-1)
+        target = (target[:, None] + steps * target_strides[axis]).reshape(-1)
     return source, target, length
 
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from isal import isal_zlib
 
-from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import (
     CkptError,
@@ -27,12 +25,13 @@ from ckptlib.errors import (
     StateError,
     TilingError,
 )
-from ckptlib.index import UNKNOWN, ItemIndex, Location
-from ckptlib.plan import ReadPiece, contiguous_runs, intersect_chunks, missing_elements
+from ckptlib.fetch import Fetch, fetch_all
+from ckptlib.index import ItemIndex, Location
+from ckptlib.plan import ReadPiece, intersect_chunks, missing_elements
 from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
 from ckptlib.source import Source, open_source
-from ckptlib.state import FlatState, TensorLeaf, dtype_of, flatten, memory_of
+from ckptlib.state import FlatState, TensorLeaf, dtype_of, flatten
 
 log = logging.getLogger("ckptlib")
 
@@ -284,6 +283,19 @@ class _Read:
     location: Location
     chunk_shape: tuple[int, ...]
 
+    def fetch(self, changed: dict[str, None]) -> Fetch:
+        """As the fetcher takes it; notes the tensor in `changed` before it is touched."""
+        where = tuple(slice(o, e) for o, e in zip(self.piece.target.offset, self.piece.target.end, strict=True))
+        key = self.leaf.key
+        return Fetch(
+            key,
+            self.location,
+            self.chunk_shape,
+            self.piece.source,
+            _as_box(self.leaf)[where],
+            lambda: changed.setdefault(key),
+        )
+
 
 def _plan_leaf(index: ItemIndex, leaf: TensorLeaf, url: str) -> Iterator[_Read]:
     """The reads that fill one leaf; checks R4 for it."""
@@ -321,14 +333,15 @@ def _execute(source: Source, padded: Sequence[TensorLeaf], reads: list[_Read], r
     for leaf in padded:
         changed[leaf.key] = None
         leaf.tensor.zero_()
-    reads.sort(key=lambda read: (read.location.file, read.location.offset))
     try:
-        for read in reads:
-            _read_piece(source, read, report, changed)
+        traffic = fetch_all(source, [read.fetch(changed) for read in reads])
     except (OSError, CkptError) as error:
         if not changed:
             raise
         raise _incomplete(source.url, list(changed), error) from error
+    report.requests = traffic.requests
+    report.bytes_read = traffic.bytes
+    report.bytes_needed = sum(read.piece.source.volume * read.leaf.tensor.element_size() for read in reads)
 
 
 def _incomplete(url: str, keys: Sequence[str], error: Exception) -> LoadIncompleteError:
@@ -341,53 +354,8 @@ def _incomplete(url: str, keys: Sequence[str], error: Exception) -> LoadIncomple
     return failure
 
 
-def _read_piece(source: Source, read: _Read, report: LoadReport, changed: dict[str, None]) -> None:
-    leaf, piece = read.leaf, read.piece
-    location = source.locate(read.location)
-    target = _as_box(leaf)
-    itemsize = target.element_size()
-    direct = target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-    runs = contiguous_runs(
-        piece.source, read.chunk_shape, target.shape if direct else piece.source.shape,
-        piece.target.offset if direct else (0,) * len(piece.source.shape),
-    )  # fmt: skip
-    if direct and len(runs[0]) > 1 and piece.whole:
-        # Whole chunk, scattered destination: one request and one copy beat many small reads, and its CRC is checked.
-        direct = False
-        runs = contiguous_runs(piece.source, read.chunk_shape, piece.source.shape, (0,) * len(piece.source.shape))
-    scratch = target if direct else torch.empty(piece.source.shape, dtype=target.dtype)
-    buffer = memory_of(scratch)
-    if direct:
-        changed[leaf.key] = None
-    source_offsets, target_offsets, length = runs
-    nbytes = length * itemsize
-    ranges = [
-        (location.payload_offset + int(at) * itemsize, buffer[int(to) * itemsize : int(to) * itemsize + nbytes])
-        for at, to in zip(source_offsets, target_offsets, strict=True)
-    ]
-    source.storage.read_into(st.join(source.path, location.file), ranges)
-    report.requests += len(ranges)
-    report.bytes_read += nbytes * len(ranges)
-    report.bytes_needed += piece.source.volume * itemsize
-    if piece.whole and location.crc32 != UNKNOWN:
-        _check_crc(source, leaf, location, buffer[int(target_offsets[0]) * itemsize :][:nbytes])
-    if not direct:
-        changed[leaf.key] = None
-        where = tuple(slice(o, e) for o, e in zip(piece.target.offset, piece.target.end, strict=True))
-        target[where].copy_(scratch)
-
-
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-
-
-def _check_crc(source: Source, leaf: TensorLeaf, location: Location, data: memoryview) -> None:
-    found = isal_zlib.crc32(data)
-    if found != location.crc32:
-        raise IntegrityError(
-            f"tensor {leaf.key!r}: damaged in {source.url}/{location.file} at byte {location.payload_offset}: CRC-32 "
-            f"{found:08x}, written {location.crc32:08x}"
-        )
 
 
 def _as_box(leaf: TensorLeaf) -> torch.Tensor:

@@ -12,11 +12,13 @@ objects, which mangle URIs. Every backend keeps the same promises and passes the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
+Range = tuple[int, memoryview]
+"""Offset in a file, and the buffer that the bytes from there fill."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class Storage(Protocol):
     def get(self, path: str) -> bytes:
         """The whole content of a small file."""
 
-    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fills each buffer from its offset; a short read is an `OSError`."""
+    def read_into(self, path: str, ranges: Sequence[Range]) -> None:
+        """Fills each byte buffer from its offset; neighbours in one request. A short read is an `OSError`."""
 
     def list(self, path: str) -> list[Entry]:
         """Entries one level below, sorted by name; empty when the directory is absent."""
@@ -94,6 +96,25 @@ class Storage(Protocol):
 
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+def coalesce(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Groups neighbouring ranges: each group is one contiguous part of the file, and one request."""
+    group: list[Range] = []
+    end = -1
+    for offset, buffer in ranges:
+        if group and offset != end:
+            yield group
+            group = []
+        group.append((offset, buffer))
+        end = offset + len(buffer)
+    if group:
+        yield group
+
+
+def count_requests(ranges: Sequence[Range]) -> int:
+    """How many contiguous parts of a file these ranges are."""
+    return sum(1 for _ in coalesce(ranges))
 
 
 def join(path: str, *names: str) -> str:

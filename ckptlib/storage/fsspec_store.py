@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import base
-from ckptlib.storage.base import Buffer, Capabilities, Entry, Written
+from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
 from ckptlib.storage.hashing import StreamHasher
 
 _create_lock = threading.Lock()
@@ -63,16 +63,16 @@ class FsspecStorage:
         """Reads a small file."""
         return bytes(self.fs.cat_file(path))
 
-    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """One ranged read per buffer."""
-        for offset, buffer in ranges:
-            view = buffer.cast("B")
-            data = self.fs.cat_file(path, start=offset, end=offset + len(view)) if len(view) else b""
-            if len(data) != len(view):
-                raise StorageError(
-                    errno.EIO, f"{self.url(path)}: got {len(data)} of {len(view)} bytes at offset {offset}"
-                )
-            view[:] = data
+    def read_into(self, path: str, ranges: Sequence[Range]) -> None:
+        """One ranged read for each group of neighbours."""
+        for group in base.coalesce(ranges):
+            offset = group[0][0]
+            length = sum(len(buffer) for _, buffer in group)
+            data = memoryview(self.fs.cat_file(path, start=offset, end=offset + length) if length else b"")
+            if len(data) != length:
+                raise StorageError(errno.EIO, f"{self.url(path)}: got {len(data)} of {length} bytes at offset {offset}")
+            for at, buffer in group:
+                buffer.cast("B")[:] = data[at - offset : at - offset + len(buffer)]
 
     def list(self, path: str) -> list[Entry]:
         """One level, by name; caches are dropped first."""

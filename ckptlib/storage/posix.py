@@ -16,12 +16,15 @@ from collections.abc import Iterable, Sequence
 
 from ckptlib.errors import StorageError
 from ckptlib.storage import base
-from ckptlib.storage.base import Buffer, Capabilities, Entry, Written
+from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
 from ckptlib.storage.hashing import StreamHasher
 
 WRITE_BYTES = 4 * 1024 * 1024
 """Bytes per write(2): a multiple of common stripe and page sizes, small enough to overlap with hashing."""
 
+
+IOV_MAX = 1024
+"""Buffers per preadv(2) that every POSIX system takes."""
 
 SMALL_BYTES = 64 * 1024
 """Pieces up to this size are copied together: a system call costs more than the copy."""
@@ -63,21 +66,12 @@ class PosixStorage:
         with open(path, "rb") as file:
             return file.read()
 
-    def read_into(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """`preadv(2)` straight into each buffer."""
+    def read_into(self, path: str, ranges: Sequence[Range]) -> None:
+        """`preadv(2)` straight into the buffers, neighbours together."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for offset, buffer in ranges:
-                view = buffer.cast("B")
-                done = 0
-                while done < len(view):
-                    count = os.preadv(fd, [view[done:]], offset + done)
-                    if count == 0:
-                        raise StorageError(
-                            errno.EIO,
-                            f"{path}: ends at byte {offset + done}; {len(view) - done} more bytes were expected",
-                        )
-                    done += count
+            for group in base.coalesce(ranges):
+                _read_group(fd, path, group[0][0], [buffer for _, buffer in group])
         finally:
             os.close(fd)
 
@@ -214,6 +208,22 @@ def sync_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def _read_group(fd: int, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    """Fills buffers from one contiguous part of a file."""
+    waiting = [buffer.cast("B") for buffer in reversed(buffers) if len(buffer)]
+    while waiting:
+        batch = waiting[: -IOV_MAX - 1 : -1]
+        count = os.preadv(fd, batch, offset)
+        if count == 0:
+            lacking = sum(map(len, waiting))
+            raise StorageError(errno.EIO, f"{path}: ends at byte {offset}; {lacking} more bytes were expected")
+        offset += count
+        while waiting and count >= len(waiting[-1]):
+            count -= len(waiting.pop())
+        if count:
+            waiting[-1] = waiting[-1][count:]
 
 
 def _write_all(fd: int, data: Buffer) -> None:
