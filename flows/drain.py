@@ -77,19 +77,6 @@ class Reporter(Protocol):
         """It is done; `report` is None when there is none to show."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, lease: VerifyLease) -> None:
-        """Nothing."""
-
-    def progress(self, done: int, total: int) -> None:
-        """Nothing."""
-
-    def end(self, outcome: Outcome, report: VerifyReport | None) -> None:
-        """Nothing."""
-
-
 Work = Callable[[VerifyLease, frozenset[int]], Sequence[Outcome]]
 """Verifies the leased checkpoint, and perhaps more that wait, except those with the given ids."""
 

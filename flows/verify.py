@@ -20,7 +20,7 @@ from flows.requests import VerifyRequest, lease_one
 from flows.settings import FlowsSettings
 
 
-@task(name="verify-batch", cache_policy=NO_CACHE, persist_result=False)
+@task(name="verify-batch", task_run_name="batch from {lease.name}", cache_policy=NO_CACHE, persist_result=False)
 def batch_task(
     settings: FlowsSettings, lease: VerifyLease, handled: frozenset[int], run: str | None = None
 ) -> list[Outcome]:
@@ -29,7 +29,7 @@ def batch_task(
         return verify_batch(catalog, settings, lease, handled, PrefectReporter(), run=run)
 
 
-@task(name="verify-one", cache_policy=NO_CACHE, persist_result=False)
+@task(name="verify-one", task_run_name="{lease.name}", cache_policy=NO_CACHE, persist_result=False)
 def one_task(settings: FlowsSettings, lease: VerifyLease, level: str) -> Outcome:
     """Verifies one leased checkpoint."""
     with Catalog(settings.db) as catalog:

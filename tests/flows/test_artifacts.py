@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.artifacts import MAX_ROWS, PrefectReporter, artifact_key, describe, verdict_table
-from flows.drain import Outcome, drain, judge, next_lease, verify_batch, verify_one
+from flows.drain import Outcome, Summary, drain, judge, next_lease, verify_batch, verify_one
 from flows.settings import FlowsSettings
+from flows.verify import conclude
 from tests.flows.test_drain import Notes
 from tests.flows.workshop import Workshop, flip_a_byte
 
@@ -81,3 +82,29 @@ def test_reporter_outside_a_run_shows_nothing_and_calls_nobody(workshop: Worksho
     reporter.begin(lease)
     reporter.progress(1, 2)
     reporter.end(Outcome(lease.checkpoint_id, lease.name, lease.save_id, "failed"), None)
+
+
+def test_flow_run_with_a_corrupt_checkpoint_ends_well_and_shows_it_one_with_our_error_fails() -> None:
+    corrupt = Outcome(1, "run@1", "a", "corrupt", "x.distcp: digest")
+    away = Outcome(2, "run@2", "b", "unreadable", "timeout")
+    ours = Outcome(3, "run@3", "c", "failed", "KeyError")
+    fine = Outcome(4, "run@4", "d", "verified")
+    states = {
+        name: conclude(Summary(outcomes))
+        for name, outcomes in {
+            "nothing": [],
+            "fine": [fine],
+            "corrupt": [fine, corrupt],
+            "away": [away, fine],
+            "ours": [ours, corrupt],
+        }.items()
+    }
+    assert {name: (found.type.value, found.name) for name, found in states.items()} == {
+        "nothing": ("COMPLETED", "Completed"),
+        "fine": ("COMPLETED", "Completed"),
+        "corrupt": ("COMPLETED", "Corrupt"),
+        "away": ("COMPLETED", "Completed"),
+        "ours": ("FAILED", "Failed"),
+    }
+    assert states["corrupt"].message == "1 corrupt, 1 verified; run@1 corrupt: x.distcp: digest"
+    assert "run@2 unreadable: timeout" in str(states["away"].message)
