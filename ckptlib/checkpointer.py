@@ -97,7 +97,7 @@ class Checkpointer:
         self._resolver = resolver
         self._listeners = tuple(listeners) if self._group.rank == 0 else ()
         self._save_interval = save_interval
-        self._contents = None if contents is None else frozenset(contents)
+        self._contents = contents
         self._tracker = tracker
         self._rng_tracker = rng_tracker
         self._on_event = on_event
@@ -235,7 +235,7 @@ class Checkpointer:
         self._check_open()
         if kind not in _KINDS:
             raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-        chosen = self._contents if contents is None else frozenset(contents)
+        chosen = self._contents if contents is None else contents
         tree: dict[str, Any] = parts_of(state, chosen)
         clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
         if clash:
@@ -255,7 +255,6 @@ class Checkpointer:
         if chosen is None or "rng" in chosen:
             tree |= rng.sharded(rng.capture(self._rng_tracker), rank, world_size, self.topology)
             names.add("rng")
-        path = roots.iteration_path(self._root, iteration, kind)
         begin = Begin(
             save_id="",
             run=self.run,
@@ -271,6 +270,7 @@ class Checkpointer:
             metrics=numbers_of("metrics", metrics or {}),
             parent=self._parent,
         )
+        path = roots.iteration_path(self._root, iteration, kind)
         request = SaveRequest(
             self._storage,
             path,
