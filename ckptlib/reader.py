@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ckptlib.coordination import Group, agree, lead, new_group
@@ -43,8 +44,8 @@ class LoadReport:
     """What a load did.
 
     Attributes:
-        missing: requested, not in the checkpoint: left as they were.
-        unexpected: in the checkpoint, not requested.
+        missing: requested by this rank, not in the checkpoint: left as they were.
+        unexpected: in the checkpoint, requested by no rank.
         bytes_needed: payload bytes of the requested boxes that are stored.
         bytes_read: payload bytes read from storage.
         requests: contiguous ranges that were read for tensors.
@@ -96,26 +97,59 @@ def load(
     def prepare() -> PreparedLoad:
         source = open_source(url, save_id=pinned, storage_options=storage_options)
         beside = source.manifest is None or source.manifest.begin.attempt > 0
-        return prepare_load(state, source, strict, verify, is_bookkeeping if beside else lambda key: False)
+        return prepare_load(state, source, is_bookkeeping if beside else lambda key: False)
 
-    return load_together(group, prepare)
+    return load_together(group, prepare, strict, verify)
 
 
 @dataclass
 class PreparedLoad:
-    """A load that can begin: everything that can be refused has been looked at, nothing has been changed (R4).
+    """One rank's load, in steps; nothing is changed before `execute` (R4).
 
     Attributes:
+        ignore: names stored keys that are not unexpected.
         padded: tensors whose stored shape is another one: what is not stored of them becomes zero.
     """
 
     source: Source
     flat: FlatState
-    padded: list[TensorLeaf]
-    reads: list[_Read]
-    objects: Mapping[str, Any]
-    values: Mapping[str, Any]
+    ignore: Callable[[str], bool]
     report: LoadReport
+    padded: list[TensorLeaf] = field(default_factory=list)
+    reads: list[_Read] = field(default_factory=list)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def requested(self) -> bytes:
+        """One bit per stored key: whether this rank requests it."""
+        flat = self.flat
+        wanted = {leaf.key for leaf in [*flat.tensors, *flat.objects, *flat.values]}
+        return np.packbits([key in wanted for key in self._stored_keys()]).tobytes()
+
+    def unexpected(self, requests: Sequence[bytes]) -> list[str]:
+        """The stored keys that none of these ranks requests: a pipeline stage has no use for another's layers."""
+        keys = self._stored_keys()
+        bits = np.zeros(-(-len(keys) // 8), np.uint8)
+        for request in requests:
+            bits |= np.frombuffer(request, np.uint8)
+        taken = np.unpackbits(bits, count=len(keys))
+        return sorted(key for key, is_taken in zip(keys, taken, strict=True) if not is_taken and not self.ignore(key))
+
+    def check(self, unexpected: list[str], strict: Strict, verify: str | None) -> None:
+        """Refuses what can be refused, and reads the objects."""
+        started = time.perf_counter()
+        source, flat = self.source, self.flat
+        self.report.unexpected = unexpected
+        _compare_keys(source, self.report, strict)
+        absent = set(self.report.missing)
+        present = [leaf for leaf in flat.tensors if leaf.key not in absent]
+        self.reads = [read for leaf in present for read in _plan_leaf(source.index, leaf, source.url)]
+        self.padded = [leaf for leaf in present if source.index.tensor(leaf.key).shape != leaf.global_shape]
+        if verify is not None:
+            _verify_first(source, verify)
+        self.objects = {leaf.key: source.read_object(leaf.key) for leaf in flat.objects if leaf.key not in absent}
+        self.values = {leaf.key: source.read_object(leaf.key) for leaf in flat.values if leaf.key not in absent}
+        self.report.seconds += time.perf_counter() - started
 
     def execute(self) -> LoadReport:
         """Fills the state.
@@ -144,23 +178,33 @@ class PreparedLoad:
         """What to raise when the tensors are filled and something failed nevertheless."""
         return _incomplete(self.source.url, list(dict.fromkeys(read.leaf.key for read in self.reads)), error)
 
+    def _stored_keys(self) -> list[str]:
+        return [*self.source.index.keys, *self.source.index.object_keys]
 
-def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadReport:
-    """Prepares on all ranks, then loads on all ranks: what one rank refuses changes nothing on any (R4).
+
+def load_together(
+    group: Group, prepare: Callable[[], PreparedLoad], strict: Strict = "error", verify: str | None = None
+) -> LoadReport:
+    """Prepares and checks on all ranks, then loads on all ranks: what one rank refuses changes nothing on any (R4).
 
     Raises:
         RankFailedError: another rank refused; nothing was changed.
         LoadIncompleteError: another rank failed after this one had been filled.
     """
+    if strict not in ("error", "warn", "return"):
+        raise StateError(f"strict={strict!r}: expected 'error', 'warn' or 'return'")
     prepared: PreparedLoad | None = None
 
-    def work() -> None:
+    def begin() -> bytes:
         nonlocal prepared
         prepared = prepare()
+        return prepared.requested()
 
-    agree(group, "check", work)
+    requests = agree(group, "keys", begin)
     assert prepared is not None  # else `agree` has raised
     ready: PreparedLoad = prepared
+    unexpected = lead(group, "unexpected", lambda: ready.unexpected(requests or []))
+    agree(group, "check", lambda: ready.check(unexpected, strict, verify))
     loaded = False
 
     def fill() -> None:
@@ -178,29 +222,16 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadRepo
 
 
 def prepare_load(
-    state: dict[str, Any],
-    source: Source,
-    strict: Strict = "error",
-    verify: str | None = None,
-    ignore: Callable[[str], bool] = lambda key: False,
+    state: dict[str, Any], source: Source, ignore: Callable[[str], bool] = lambda key: False
 ) -> PreparedLoad:
-    """Checks a load from an opened checkpoint, and reads its objects. `ignore` names keys that are not unexpected."""
-    started = time.perf_counter()
-    if strict not in ("error", "warn", "return"):
-        raise StateError(f"strict={strict!r}: expected 'error', 'warn' or 'return'")
+    """This rank's load from an opened checkpoint. `ignore` names stored keys that are not unexpected."""
     flat = flatten(state, stored=source)
     report = LoadReport(source.url, source.save_id)
-    _compare_keys(source, flat, strict, report, ignore)
-    absent = set(report.missing)
-    present = [leaf for leaf in flat.tensors if leaf.key not in absent]
-    reads = [read for leaf in present for read in _plan_leaf(source.index, leaf, source.url)]
-    padded = [leaf for leaf in present if source.index.tensor(leaf.key).shape != leaf.global_shape]
-    if verify is not None:
-        _verify_first(source, verify)
-    objects = {leaf.key: source.read_object(leaf.key) for leaf in flat.objects if leaf.key not in absent}
-    values = {leaf.key: source.read_object(leaf.key) for leaf in flat.values if leaf.key not in absent}
-    report.seconds = time.perf_counter() - started
-    return PreparedLoad(source, flat, padded, reads, objects, values, report)
+    report.missing = sorted(
+        {leaf.key for leaf in flat.tensors if leaf.key not in source.index}
+        | {leaf.key for leaf in [*flat.objects, *flat.values] if not source.index.has_object(leaf.key)}
+    )
+    return PreparedLoad(source, flat, ignore, report)
 
 
 def read(
@@ -234,18 +265,7 @@ def read(
     return out
 
 
-def _compare_keys(
-    source: Source, flat: FlatState, strict: Strict, report: LoadReport, ignore: Callable[[str], bool]
-) -> None:
-    index = source.index
-    tensors = {leaf.key for leaf in flat.tensors}
-    objects = {leaf.key for leaf in flat.objects} | {leaf.key for leaf in flat.values}
-    report.missing = sorted(
-        {key for key in tensors if key not in index} | {k for k in objects if not index.has_object(k)}
-    )
-    report.unexpected = [
-        key for key in sorted({*index.keys, *index.object_keys} - tensors - objects) if not ignore(key)
-    ]
+def _compare_keys(source: Source, report: LoadReport, strict: Strict) -> None:
     if not (report.missing or report.unexpected):
         return
     text = f"{source.url}: " + "; ".join(

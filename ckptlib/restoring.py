@@ -3,7 +3,8 @@
 The choreography (see `coordination`)::
 
     rank 0   choose the checkpoint and the save          broadcast (R2; in `Checkpointer.restore`)
-    all      open it; check; read what is beside the state    agree: nothing has been changed (R4)
+    all      open it; read what is beside the state      gather which keys are requested
+    all      check                                       agree: nothing has been changed (R4)
     all      fill the state                              agree
     all      put the RNG back
 """
@@ -111,11 +112,11 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
         def ignore(key: str) -> bool:
             return is_bookkeeping(key) or key in left_out or key.startswith(below_left_out)
 
-        prepared = prepare_load(wanted, source, request.strict, request.verify, ignore)
+        prepared = prepare_load(wanted, source, ignore)
         extras = _read_extras(request, source)
         return prepared
 
-    report = load_together(request.group, prepare)
+    report = load_together(request.group, prepare, request.strict, request.verify)
     assert extras is not None  # else `load_together` has raised
     if extras.rng is not None:
         _restore_rng(request, extras.rng, extras.rng_is_own, report.url)
