@@ -25,6 +25,23 @@ time.sleep(60)
 """
 
 
+RUNNER = """
+import os, subprocess, sys, time
+os.environ["CKPT_FLOWS_RUNNER_PID"] = str(os.getpid())
+flow_run = '''
+import time
+from flows.process import die_with_runner
+die_with_runner()
+print("bound", flush=True)
+time.sleep(60)
+'''
+child = subprocess.Popen([sys.executable, "-c", flow_run], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
 def gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -33,10 +50,11 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_child_of_a_killed_process_dies_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [STARTER, RUNNER], ids=["started by us", "flow run"])
+def test_child_of_a_killed_process_dies_with_it(tmp_path: Path, script: str) -> None:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    with subprocess.Popen([sys.executable, "-c", STARTER], cwd=tmp_path, env=env, stdout=subprocess.PIPE) as starter:
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env, stdout=subprocess.PIPE) as starter:
         assert starter.stdout is not None
         child = int(starter.stdout.readline())
         assert not gone(child)
