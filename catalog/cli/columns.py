@@ -56,6 +56,8 @@ class Column:
         justify: numbers go right.
         drop: columns with the highest value are left out first on a narrow terminal; 0 is never left out.
         wide: only shown with ``-v``.
+        optional: not shown where no row has a value.
+        prose: sentences and lists: wrapped at words on a narrow terminal, so that names and numbers stay whole.
         limit: of a list of rows, only so many of the last ones are shown without ``-v``; 0 for all.
     """
 
@@ -64,6 +66,8 @@ class Column:
     justify: Justify = "left"
     drop: int = 0
     wide: bool = False
+    optional: bool = False
+    prose: bool = False
     limit: int = 0
 
     def cell(self, value: Any) -> Text:
@@ -81,11 +85,14 @@ def column(
     justify: Justify = "left",
     drop: int = 0,
     wide: bool = False,
+    optional: bool = False,
+    prose: bool = False,
     limit: int = 0,
     default: Any = MISSING,
 ) -> Any:
     """A dataclass field that people see too; see `Column`."""
-    return field(default=default, metadata={"column": Column(header, show, justify, drop, wide, limit)})
+    shown = Column(header, show, justify, drop=drop, wide=wide, optional=optional, prose=prose, limit=limit)
+    return field(default=default, metadata={"column": shown})
 
 
 def columns_of(row_type: type[Row], *, wide: bool) -> list[tuple[str, Column]]:

@@ -58,11 +58,7 @@ class Cli:
         finally:
             database.close()
 
-    def confirm(self, question: str) -> bool:
-        """Asks, if somebody can answer; without a terminal, and with ``--yes``, the answer is yes.
-
-        Only for work that destroys nothing: the verb itself was the request.
-        """
-        if self.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
-            return True
-        return typer.confirm(question, err=True)
+    @property
+    def asks(self) -> bool:
+        """Whether a question makes sense: somebody is there to answer, and has not answered yet (``--yes``)."""
+        return not self.yes and sys.stdin.isatty() and sys.stderr.isatty()

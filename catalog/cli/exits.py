@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import IntEnum
 
 import typer
@@ -31,7 +30,6 @@ class ExitCode(IntEnum):
     ERROR = 1
     PARTLY_DONE = 3
     WORK_PENDING = 4
-    LOCKED = 11
     ACCESS_DENIED = 12
     INTEGRITY_FAILURE = 20
     NO_RESUME_POINT = 21
@@ -44,12 +42,14 @@ class Ended(Exception):
     Args:
         code: the exit code.
         reason: one sentence for standard error.
+        advice: what to do next, for people.
     """
 
-    def __init__(self, code: ExitCode, reason: str) -> None:
+    def __init__(self, code: ExitCode, reason: str, advice: str = "") -> None:
         super().__init__(reason)
         self.code = code
         self.reason = reason
+        self.advice = advice
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
@@ -70,13 +70,14 @@ def explain(error: BaseException) -> tuple[int, str] | None:
             return ExitCode.ACCESS_DENIED, f"access denied: {error}"
         case OSError():
             return ExitCode.ERROR, str(error)
-    return _database(error)
+    return None
 
 
 def _usage(error: typer.TyperException) -> str:
     ctx = getattr(error, "ctx", None)
-    hint = f" (see '{ctx.command_path} --help')" if ctx is not None else ""
-    return f"{error.format_message().rstrip('.')}{hint}"
+    message = error.format_message().rstrip(".")
+    # Without a message the help was printed instead: nothing was asked for.
+    return f"{message} (see '{ctx.command_path} --help')" if message and ctx is not None else message
 
 
 def _denied(error: BaseException) -> bool:
@@ -87,14 +88,3 @@ def _denied(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
-
-
-def _database(error: BaseException) -> tuple[int, str] | None:
-    """Errors of the database itself. SQLAlchemy is only looked at when something has imported it."""
-    exceptions = sys.modules.get("sqlalchemy.exc")
-    if exceptions is None or not isinstance(error, exceptions.SQLAlchemyError):
-        return None
-    message = str(getattr(error, "orig", None) or error).strip()
-    if "locked" in message:
-        return ExitCode.LOCKED, f"the catalog database is busy: {message}. Try again."
-    return ExitCode.ERROR, f"the catalog database failed: {message}"

@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from catalog.cli.arguments import hoist, output_format
-from catalog.cli.exits import ExitCode, explain
+from catalog.cli.context import Cli
+from catalog.cli.exits import Ended, ExitCode, explain
 from catalog.cli.output import JsonOutput, Output, TableOutput
 
 PLUGINS = "ckpt.commands"
@@ -24,6 +25,8 @@ PLUGINS = "ckpt.commands"
 
 class Program(TyperGroup):
     """The root of the ``ckpt`` command tree."""
+
+    _context: Any = None
 
     def main(
         self,
@@ -39,11 +42,23 @@ class Program(TyperGroup):
         try:
             result = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:  # noqa: BLE001  whatever it is, it must end as an exit code and a message
-            sys.exit(_report(error, given))
+            sys.exit(_report(error, self._output(given)))
         if result == ExitCode.CANCELLED:
             # The parser swallows Ctrl-C and returns its code.
-            sys.exit(_report(KeyboardInterrupt(), given))
+            sys.exit(_report(KeyboardInterrupt(), self._output(given)))
         sys.exit(result if isinstance(result, int) else 0)
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """As the base class; kept, because an error may need to know how to be reported."""
+        self._context = super().make_context(info_name, args, parent, **extra)
+        return self._context
+
+    def _output(self, args: Sequence[str]) -> Output:
+        """Where an error goes: as the global options say, also when they could not be parsed."""
+        cli = self._context.find_object(Cli) if self._context is not None else None
+        if isinstance(cli, Cli):
+            return cli.output
+        return JsonOutput() if output_format(args, os.environ.get("CKPT_OUTPUT")) == "json" else TableOutput()
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Own verbs, then those of plug-ins."""
@@ -88,10 +103,8 @@ def _unavailable(entry: EntryPoint, error: ImportError) -> typer.Typer:
     return plugin
 
 
-def _report(error: BaseException, args: Sequence[str]) -> int:
+def _report(error: BaseException, output: Output) -> int:
     """Writes why the program ends to standard error, and returns the exit code."""
-    as_json = output_format(args, os.environ.get("CKPT_OUTPUT")) == "json"
-    output: Output = JsonOutput() if as_json else TableOutput()
     known = explain(error)
     if known is None:
         # A defect of the program: whoever reports it needs to know where.
@@ -100,4 +113,6 @@ def _report(error: BaseException, args: Sequence[str]) -> int:
     code, message = known
     if message:
         output.error(message, code)
+    if isinstance(error, Ended) and error.advice:
+        output.note(error.advice)
     return int(code)

@@ -24,7 +24,10 @@ class CatalogView:
 
 
 def init(ctx: typer.Context) -> None:
-    """Create the catalog database (--db, CKPT_DB, or the default of this user). Safe to repeat."""
+    """Create the catalog database. Safe to repeat.
+
+    Where: --db, else CKPT_DB, else the per-user data directory.
+    """
     from catalog import database
 
     cli = Cli.of(ctx)

@@ -31,18 +31,16 @@ def require_run(catalog: Catalog, run: str) -> None:
     """Raises: CatalogError: the catalog has no run of exactly this name."""
     from ckptlib.errors import CatalogError
 
-    if not is_known(catalog, run):
-        raise CatalogError(f"{unknown_run(catalog, run)}")
-
-
-def is_known(catalog: Catalog, run: str) -> bool:
-    """Whether the catalog has a run of exactly this name."""
-    return run in _runs(catalog)
+    unknown = unknown_run(catalog, run)
+    if unknown:
+        raise CatalogError(unknown)
 
 
 def unknown_run(catalog: Catalog, run: str) -> str:
-    """Says that there is no such run, what it may be instead, or how to add one."""
+    """Says that there is no such run, what it may be instead, or how to add one; empty when there is one."""
     runs = sorted(_runs(catalog))
+    if run in runs:
+        return ""
     similar = get_close_matches(run, runs, n=3, cutoff=0.5)
     if similar:
         hint = f"Did you mean {' or '.join(repr(other) for other in similar)}?"

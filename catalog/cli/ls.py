@@ -30,7 +30,10 @@ def ls(
     latest: Annotated[int | None, typer.Option(help="Only so many, the newest.", min=1)] = None,
     since: Annotated[str | None, typer.Option(help="Only saved within 48h, 7d, ..., or since a date.")] = None,
 ) -> None:
-    """List checkpoints, newest last. Deleted and aborted ones are listed only when asked for (--state)."""
+    """List checkpoints, newest last.
+
+    Deleted and aborted ones are listed only when asked for: --state deleted.
+    """
     cli = Cli.of(ctx)
     states = state or []
     unknown = set(states) - {*LIFECYCLES, *VERDICTS}

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +26,12 @@ Advance = Callable[[int, int], None]
 
 PIPE_WIDTH = 100_000
 """Columns of a table that goes into a file or a pipe: nothing is wrapped or left out there."""
+
+PROSE_WIDTH = 20
+"""A column of sentences gets at least so many columns of the terminal, or all it needs."""
+
+GAP = 2
+"""Spaces between two columns."""
 
 
 class Output(Protocol):
@@ -155,7 +161,7 @@ class TableOutput:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            _RateColumn(),
             TimeRemainingColumn(),
             console=self._err,
             transient=True,
@@ -177,17 +183,32 @@ class TableOutput:
         shown = [
             (name, column)
             for name, column in columns_of(row_type, wide=self._wide)
-            if name not in known and not (column.drop and all(is_empty(getattr(row, name)) for row in rows))
+            if name not in known and not (column.optional and all(is_empty(getattr(row, name)) for row in rows))
         ]
-        table = _table(shown, rows)
-        # Columns are dropped whole: a truncated digest or time is worth nothing.
-        while _width(table, self._out) > self._out.width:
+        # Columns are dropped whole: a truncated digest or time is worth nothing. Whoever asks for more gets it all.
+        while not self._wide and _least_width(shown, rows) > self._out.width:
             droppable = max(shown, key=lambda entry: entry[1].drop)
             if droppable[1].drop == 0:
                 break
             shown = [entry for entry in shown if entry is not droppable]
-            table = _table(shown, rows)
-        self._out.print(table)
+        needed = _least_width(shown, rows)
+        width = max(needed, self._out.width) if self._wide else self._out.width
+        fits = needed <= width
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for _, column in shown:
+            # What fits nowhere is broken anywhere, rather than cut.
+            table.add_column(column.header, justify=column.justify, no_wrap=fits and not column.prose, overflow="fold")
+        for row in rows:
+            table.add_row(*(column.cell(getattr(row, name)) for name, column in shown))
+        _console(sys.stdout, width).print(table, crop=False, soft_wrap=width > self._out.width)
+
+
+class _RateColumn(ProgressColumn):
+    """Bytes per second, in the units of everything else."""
+
+    def render(self, task: Task) -> Text:
+        """Empty until there is a rate."""
+        return Text(f"{text.size(int(task.speed))}/s" if task.speed else "")
 
 
 def _write(stream: TextIO, line: str) -> None:
@@ -195,26 +216,22 @@ def _write(stream: TextIO, line: str) -> None:
     stream.flush()
 
 
-def _table(shown: Sequence[tuple[str, Column]], rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for _, column in shown:
-        fixed = column.justify == "right"
-        table.add_column(column.header, justify=column.justify, no_wrap=fixed, overflow="fold")
-    for row in rows:
-        table.add_row(*(column.cell(getattr(row, name)) for name, column in shown))
-    return table
-
-
-def _width(table: Table, console: Console) -> int:
-    unlimited = console.options.update_width(PIPE_WIDTH)
-    return Measurement.get(console, unlimited, table).maximum
+def _least_width(shown: Sequence[tuple[str, Column]], rows: Sequence[Row]) -> int:
+    """Columns of the terminal that a table needs when prose is wrapped."""
+    widths = []
+    for name, column in shown:
+        width = max(cell_len(column.header), *(column.cell(getattr(row, name)).cell_len for row in rows))
+        widths.append(min(width, PROSE_WIDTH) if column.prose else width)
+    return sum(widths) + GAP * (len(widths) - 1)
 
 
 def _is_rows(value: object) -> bool:
     return isinstance(value, Sequence) and bool(value) and hasattr(value[0], "__dataclass_fields__")
 
 
-def _console(stream: TextIO) -> Console:
+def _console(stream: TextIO, width: int | None = None) -> Console:
     """A console on this stream. Without a terminal and without ``COLUMNS`` nothing limits the width."""
     limited = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(file=stream, width=None if limited else PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    if width is None and not limited:
+        width = PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)

@@ -51,7 +51,7 @@ class CandidateView:
     lifecycle: str = column("LIFECYCLE", state, wide=True, drop=4)
     verdict: str = column("VERDICT", state)
     saved_at: datetime = column("SAVED", text.local_minute, drop=1)
-    reason: str = column("DECISION", _decision)
+    reason: str = column("DECISION", _decision, prose=True)
     save_id: str = column("SAVE ID", wide=True, drop=5)
     url: str = column("URL", wide=True, drop=6)
 
@@ -94,14 +94,16 @@ def resume(
         bool, typer.Option("--path-only", help="Print the checkpoint's URL and nothing else.")
     ] = False,
 ) -> None:
-    """Print the checkpoint that a run resumes from. Exit code 21 if there is none."""
+    """Where a run resumes, or why nowhere (exit code 21).
+
+    The newest checkpoint that is verified, on the live branch, and holds what the purpose needs.
+    """
     from catalog.resume import Found
 
     cli = Cli.of(ctx)
     with cli.catalog() as catalog:
         selection = catalog.resume_point(run, at=at, purpose=purpose.value, allow_unverified=allow_unverified)
-        known = lookup.is_known(catalog, run)
-        hint = "" if known else f" {lookup.unknown_run(catalog, run)}"
+        unknown = "" if isinstance(selection, Found) else lookup.unknown_run(catalog, run)
     if isinstance(selection, Found):
         if path_only:
             sys.stdout.write(f"{selection.row.url}\n")
@@ -111,10 +113,19 @@ def resume(
             count = text.count(len(selection.rejected_newer), "newer checkpoint")
             cli.output.note(f"{count} rejected. Why: {lookup.command('resume', run, '--explain')}")
         return
-    reason = f"{_why_none(selection)}{hint}"
-    if not path_only:
-        cli.output.document(_no_point(selection, reason))
-    raise Ended(ExitCode.NO_RESUME_POINT, reason)
+    reason = unknown or _why_none(selection)
+    if path_only:
+        raise Ended(ExitCode.NO_RESUME_POINT, reason)
+    cli.output.document(_no_point(selection, reason))
+    raise Ended(ExitCode.NO_RESUME_POINT, f"run {run!r}: no resume point", _advice(selection, run))
+
+
+def _advice(selection: NoneYet | NotEligible, run: str) -> str:
+    """What would give the run a resume point, where something would."""
+    rejected = getattr(selection, "rejected", ())
+    if any(row.lifecycle == "finalized" and row.verdict == "unverified" for row, _ in rejected):
+        return f"Next: {lookup.command('verify', run)}, or accept it unread: --allow-unverified"
+    return ""
 
 
 def _point(found: Found, *, explain: bool) -> ResumePointView:

@@ -24,10 +24,10 @@ class ItemView:
 
     name: str = column("NAME")
     action: str = column("ACTION", state)
-    iteration: int | None = column("ITER", justify="right", drop=4)
-    bytes: int | None = column("SIZE", text.size, justify="right", drop=3)
-    format: str | None = column("FORMAT", drop=5)
-    reason: str = column("REASON")
+    iteration: int | None = column("ITER", justify="right", drop=4, optional=True)
+    bytes: int | None = column("SIZE", text.size, justify="right", drop=3, optional=True)
+    format: str | None = column("FORMAT", drop=5, optional=True)
+    reason: str = column("REASON", prose=True, optional=True)
     save_id: str | None = column("SAVE ID", wide=True, drop=6)
     url: str = column("URL", wide=True, drop=7)
 
@@ -61,8 +61,9 @@ def scan(
         str | None, typer.Option(help="Whose root it is, if it does not say so itself.", show_default=False)
     ] = None,
 ) -> None:
-    """Find what a root holds: known, unknown, incomplete, unmanaged. Nothing is ever deleted.
+    """Compare a root with the catalog; --adopt takes it in.
 
+    Lists what is unknown, incomplete, unmanaged, or missing. Nothing is ever deleted.
     With --adopt, what is committed and unknown is recorded, and what is complete but was never decided is committed.
     """
     from catalog.scan import apply, plan_scan
@@ -80,9 +81,10 @@ def scan(
             cli.output.document(planned)
             cli.output.note(_advice(plan, words))
             return
-        cli.output.preview(planned)
-        if not cli.confirm("Bring the catalog in line?"):
-            raise typer.Abort
+        if cli.asks:
+            cli.output.preview(planned)
+            if not typer.confirm("Bring the catalog in line?", err=True):
+                raise typer.Abort
         with cli.output.busy(f"adopting {root}"):
             result = apply(plan, catalog)
     cli.output.document(_done(plan, result))
@@ -96,7 +98,7 @@ def scan(
 def _advice(plan: ScanPlan, words: list[str]) -> str:
     if plan.pending:
         return f"Nothing was changed. To apply this: {lookup.command('scan', *words, '--adopt')}"
-    return "The catalog is in line with what is here."
+    return "Nothing to do." if plan.known else "Nothing to adopt: a run's directory holds iter_… directories."
 
 
 def _planned(plan: ScanPlan) -> ScanView:
@@ -114,8 +116,10 @@ def _planned(plan: ScanPlan) -> ScanView:
 
 
 def _done(plan: ScanPlan, result: ScanResult) -> ScanView:
-    """What was done."""
+    """What was done, and what was left alone."""
     items = [
+        *_items("unmanaged", plan.unmanaged),
+        *_items("incomplete", plan.incomplete),
         *_items("skipped", result.skipped),
         *_rows("marked missing", result.missing),
         *_rows("reappeared", result.reappeared),

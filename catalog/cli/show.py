@@ -69,7 +69,7 @@ class DetailView:
     verified_level: str | None = column("verified at level")
     verifying: str | None = column("being verified by")
     next_try_at: datetime | None = column("next verification", text.local_second)
-    parent: str | None = column("attempt resumed from")
+    parent: str | None = column("parent save")
     replaces: tuple[str, ...] = column("replaces", names)
     manifest_sha256: str = column("manifest SHA-256", wide=True)
     files: tuple[FileView, ...] = column("files", limit=40)
@@ -85,7 +85,7 @@ def show(
     checkpoint: Annotated[str, typer.Argument(metavar="RUN@ITER", help="The checkpoint.")],
     save_id: Annotated[str | None, typer.Option(help="This save of the iteration, if it has several.")] = None,
 ) -> None:
-    """Show a checkpoint: state, files with digests, verifications, holds, lineage."""
+    """Show one checkpoint: files, digests, verifications, lineage."""
     cli = Cli.of(ctx)
     with cli.catalog() as catalog:
         row = lookup.checkpoint(catalog, checkpoint, save_id)
@@ -95,9 +95,8 @@ def show(
 
 def _detail(catalog: Catalog, row: CheckpointRow) -> DetailView:
     verifications = tuple(VerificationView.of(entry) for entry in catalog.verifications(row.id))
-    others = [
-        other for other in catalog.checkpoints(row.run) if other.iteration == row.iteration and other.id != row.id
-    ]
+    saves = {other.save_id: other for other in catalog.checkpoints(row.run)}
+    others = [other for other in saves.values() if other.iteration == row.iteration and other.id != row.id]
     return DetailView(
         run=row.run,
         iteration=row.iteration,
@@ -132,17 +131,21 @@ def _detail(catalog: Catalog, row: CheckpointRow) -> DetailView:
         verifications=verifications,
         problems=verifications[-1].failed if verifications else (),
         holds=tuple(HoldView.of(hold) for hold in catalog.holds(row.id)),
-        lineage=tuple(_lineage(catalog, row)),
+        lineage=tuple(_lineage(row, saves)),
         same_iteration=tuple(CheckpointView.of(other) for other in others),
     )
 
 
-def _lineage(catalog: Catalog, row: CheckpointRow) -> list[AncestorView]:
-    """The saves that led here, oldest first; a save that the catalog does not know ends the line."""
+def _lineage(row: CheckpointRow, saves: Mapping[str, CheckpointRow]) -> list[AncestorView]:
+    """The saves that led here, oldest first; a save that the catalog does not know ends the line.
+
+    Args:
+        saves: all of the run, by save id.
+    """
     ancestors: list[AncestorView] = []
     parent = row.parent
     while parent is not None and len(ancestors) < MAX_ANCESTORS:
-        found = catalog.find(row.run, parent)
+        found = saves.get(parent)
         if found is None:
             ancestors.append(AncestorView(iteration=None, attempt=None, verdict=None, save_id=parent))
             break

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from catalog.catalog import Catalog
     from catalog.rows import CheckpointRow, VerifyLease
 
-LEASE_SECONDS = 120.0
-"""A checkpoint stays ours for so long after the last sign of life; the lease is renewed while it is read."""
-
 
 class Level(StrEnum):
     """How much is looked at (V3)."""
@@ -56,9 +53,10 @@ def verify(
     threads: Annotated[int, typer.Option(help="Files that are read at the same time.", min=1, max=256)] = 2,
     force: Annotated[bool, typer.Option("--force", help="Also those that have a verdict already.")] = False,
 ) -> None:
-    """Verify checkpoints and record the verdict. One that is named by RUN@ITER is verified in any case.
+    """Read checkpoints back and record the verdict.
 
-    Exit code 20: corrupt. 11: somebody else is verifying it. 3: not everything could be read.
+    RUN@ITER is verified whatever its verdict is; RUN and --all take those that have none yet.
+    Exit code 20: corrupt. 11: somebody else is verifying it. 3: not everything could be verified.
     """
     cli = Cli.of(ctx)
     if [target is not None, everything, url is not None].count(True) != 1:
@@ -78,15 +76,14 @@ def verify(
                 done, skipped = _verify_waiting(cli, catalog, None if selector is None else selector.run, options)
     following = next_command(words, options.level, done, skipped)
     cli.output.document(VerifyView.of(options.level, done, skipped, following))
+    advice = f"Next: {following}" if following else ""
     if not done and not skipped:
-        cli.output.note(
-            f"Nothing waits for verification. All of it again: {lookup.command('verify', *words, '--force')}"
-        )
-    elif following:
-        cli.output.note(f"Next: {following}")
+        advice = f"Nothing waits for verification. All of it again: {lookup.command('verify', *words, '--force')}"
     code, reason = ending(done, skipped)
     if code is not ExitCode.OK:
-        raise Ended(code, reason)
+        raise Ended(code, reason, advice)
+    if advice:
+        cli.output.note(advice)
 
 
 def _verify_url(cli: Cli, url: str, options: Options) -> Checked:
@@ -94,7 +91,7 @@ def _verify_url(cli: Cli, url: str, options: Options) -> Checked:
 
     with cli.output.progress(url) as advance:
         report = ckptlib.verify(url, level=options.level, threads=options.threads, progress=advance)
-    return Checked(run=None, iteration=None, save_id=report.save_id, url=url, verdict="", report=report)
+    return Checked(run=None, iteration=None, save_id=report.save_id, url=url, verdict=None, report=report)
 
 
 def _verify_one(cli: Cli, catalog: Catalog, row: CheckpointRow, options: Options) -> Checked:
@@ -103,7 +100,10 @@ def _verify_one(cli: Cli, catalog: Catalog, row: CheckpointRow, options: Options
     Raises:
         LeaseHeldError: somebody else is at it.
     """
-    (lease,) = catalog.lease_unverified(owner=_owner(), ttl=LEASE_SECONDS, checkpoint_id=row.id, force=True)
+    from catalog.catalog import default_actor
+    from catalog.verification import LEASE_SECONDS
+
+    (lease,) = catalog.lease_unverified(owner=default_actor(), ttl=LEASE_SECONDS, checkpoint_id=row.id, force=True)
     return _verify_leased(cli, catalog, lease, options)
 
 
@@ -111,13 +111,15 @@ def _verify_waiting(
     cli: Cli, catalog: Catalog, run: str | None, options: Options
 ) -> tuple[list[Checked], list[SkippedView]]:
     """Verifies what waits, newest first; what cannot be verified now is reported and does not stop the rest."""
+    from catalog.catalog import default_actor
+    from catalog.verification import LEASE_SECONDS
     from ckptlib.errors import CkptError
 
     done: list[Checked] = []
     skipped: list[SkippedView] = []
     tried: set[int] = set()
     while leases := catalog.lease_unverified(
-        owner=_owner(), ttl=LEASE_SECONDS, run=run, force=options.force, exclude=tried
+        owner=default_actor(), ttl=LEASE_SECONDS, run=run, force=options.force, exclude=tried
     ):
         lease = leases[0]
         tried.add(lease.checkpoint_id)
@@ -133,9 +135,7 @@ def _verify_leased(cli: Cli, catalog: Catalog, lease: VerifyLease, options: Opti
     from catalog.verification import verify_leased
 
     with cli.output.progress(lease.name) as advance:
-        report = verify_leased(
-            catalog, lease, level=options.level, threads=options.threads, progress=advance, ttl=LEASE_SECONDS
-        )
+        report = verify_leased(catalog, lease, level=options.level, threads=options.threads, progress=advance)
     row = catalog.checkpoint_by_id(lease.checkpoint_id)
     return Checked(row.run, row.iteration, row.save_id, row.url, row.verdict, report)
 
@@ -152,9 +152,3 @@ def _left(catalog: Catalog, run: str | None, tried: set[int]) -> Iterator[Skippe
         else:
             reason = "was committed meanwhile"
         yield SkippedView(row.run, row.iteration, reason)
-
-
-def _owner() -> str:
-    from catalog.catalog import default_actor
-
-    return default_actor()

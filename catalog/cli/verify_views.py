@@ -26,14 +26,14 @@ class Checked:
 
     Attributes:
         run, iteration: None for a checkpoint that was given by its URL.
-        verdict: the catalog's, afterwards; ``-`` without a catalog.
+        verdict: the catalog's, afterwards; None without a catalog.
     """
 
     run: str | None
     iteration: int | None
     save_id: str | None
     url: str
-    verdict: str
+    verdict: str | None
     report: VerifyReport
 
     @property
@@ -57,27 +57,27 @@ class SkippedView:
 
     run: str = column("RUN", drop=1)
     iteration: int = column("ITER", justify="right")
-    reason: str = column("REASON")
+    reason: str = column("REASON", prose=True)
 
 
 @dataclass(frozen=True)
 class FindingView:
     """A file with another verdict than ok. An extra one is no defect: tokenizers and sidecars are legitimate."""
 
-    iteration: int | None = column("ITER", justify="right")
+    iteration: int | None = column("ITER", justify="right", optional=True)
     path: str = column("PATH")
     verdict: str = column("VERDICT", state)
-    detail: str = column("DETAIL")
+    detail: str = column("DETAIL", prose=True)
 
 
 @dataclass(frozen=True)
 class CheckedView:
     """What the verification of one checkpoint found."""
 
-    run: str | None = column("RUN", drop=1)
-    iteration: int | None = column("ITER", justify="right")
+    run: str | None = column("RUN", drop=1, optional=True)
+    iteration: int | None = column("ITER", justify="right", optional=True)
     outcome: str = column("OUTCOME", state)
-    verdict: str = column("VERDICT", state)
+    verdict: str | None = column("VERDICT", state, optional=True)
     files: Mapping[str, int] = column("FILES", file_classes)
     bytes_read: int = column("READ", text.size, justify="right", drop=2)
     seconds: float = column("SECONDS", text.seconds, justify="right", drop=3)
@@ -108,7 +108,7 @@ class VerifyView:
     files: Mapping[str, int] = column("files", file_classes)
     checkpoints: tuple[CheckedView, ...] = column("checkpoints")
     findings: tuple[FindingView, ...] = column("findings", limit=40)
-    problems: tuple[str, ...] = column("problems", lines)
+    defects: tuple[str, ...] = column("defects", lines)
     skipped: tuple[SkippedView, ...] = column("not verified now")
     next: str | None = None
 
@@ -122,7 +122,7 @@ class VerifyView:
             files=_counts(done),
             checkpoints=tuple(CheckedView.of(checked) for checked in done),
             findings=tuple(finding for checked in done for finding in _findings(checked)),
-            problems=tuple(problem for checked in done for problem in checked.report.problems),
+            defects=tuple(defect for checked in done for defect in checked.report.defects),
             skipped=tuple(skipped),
             next=next_command,
         )
@@ -138,8 +138,8 @@ def next_command(
     """
     runs = sorted({checked.run for checked in done if checked.run is not None})
     corrupt = _with("corrupt", done)
-    if corrupt and corrupt[0].run is not None:
-        return command("resume", corrupt[0].run, "--explain")
+    if corrupt:
+        return None if corrupt[0].run is None else command("resume", corrupt[0].run, "--explain")
     if skipped or any(checked.outcome != "ok" for checked in done):
         return command("verify", *target)
     if done and level not in GRANTING:

@@ -64,7 +64,7 @@ class RunView:
     unverified: int = column("UNVERIFIED", justify="right", drop=3)
     corrupt: int = column("CORRUPT", alarm, justify="right")
     bytes: int = column("SIZE", text.size, justify="right", drop=1)
-    roots: tuple[str, ...] = column("ROOTS", names, wide=True)
+    roots: tuple[str, ...] = column("ROOTS", names, wide=True, prose=True)
     created_at: datetime = column("CREATED", text.local_minute, wide=True, drop=6)
 
     @classmethod
@@ -97,8 +97,8 @@ class CheckpointView:
     verdict: str = column("VERDICT", state)
     bytes: int = column("SIZE", text.size, justify="right", drop=1)
     saved_at: datetime = column("SAVED", text.local_minute, drop=2)
-    holds: tuple[str, ...] = column("HOLDS", names, drop=5)
-    metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6)
+    holds: tuple[str, ...] = column("HOLDS", names, drop=5, optional=True)
+    metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6, optional=True)
     branch: str = column("BRANCH", wide=True, drop=7)
     topology: Mapping[str, int] | None = column("TOPOLOGY", topology, wide=True, drop=8)
     save_id: str = column("SAVE ID", wide=True, drop=9)
@@ -147,7 +147,7 @@ class ProblemView:
 
     path: str = column("PATH")
     verdict: str = column("VERDICT", state)
-    detail: str = column("DETAIL")
+    detail: str = column("DETAIL", prose=True)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class HoldView:
 
     kind: str = column("KIND")
     owner: str = column("OWNER")
-    reason: str = column("REASON")
+    reason: str = column("REASON", prose=True)
     created_at: datetime = column("SINCE", text.local_minute, drop=1)
     expires_at: datetime | None = column("UNTIL", text.local_minute)
 

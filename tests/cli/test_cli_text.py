@@ -80,7 +80,9 @@ def test_global_options_may_follow_the_verb_but_nothing_after_a_double_dash_is_o
     assert hoist(args) == hoisted
 
 
-@given(st.lists(st.sampled_from(["ls", "a b", "--", "--at", "7", "-o", "json", "--db=x", "-q", "--yes", "-vv", "--db"])))
+@given(
+    st.lists(st.sampled_from(["ls", "a b", "--", "--at", "7", "-o", "json", "--db=x", "-q", "--yes", "-vv", "--db"]))
+)
 def test_moving_global_options_loses_and_invents_nothing(args: list[str]) -> None:
     hoisted = hoist(args)
     assert sorted(hoisted) == sorted(args)
