@@ -193,7 +193,7 @@ class Catalog:
 
         Args:
             lifecycle, verdict: one state, or several; None for all, deleted ones included.
-            latest: only so many, the newest by order.
+            latest: only so many of each run, the newest in order.
             since: committed at or after this time, or within this long before the database's now.
         """
         where: list[ColumnElement[bool]] = []
@@ -282,8 +282,10 @@ class Catalog:
         request = resume.Request(run, at=at, purpose=purpose, allow_unverified=allow_unverified, kinds=frozenset(kinds))
         with self.database.read() as connection:
             run_id = queries.run_id_of(connection, run)
-            rows = iter(()) if run_id is None else queries.newest_first(connection, run_id)
-            return resume.select(rows, request)
+            if run_id is None:
+                return resume.select((), request)
+            with queries.newest_first(connection, run_id) as rows:
+                return resume.select(rows, request)
 
     # ------------------------------------------------------------ verification: the queue (S5)
 

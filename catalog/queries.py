@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -110,14 +111,16 @@ def run_id_of(connection: Connection, run: str) -> int | None:
 def select_checkpoints(
     connection: Connection, *where: ColumnElement[bool], latest: int | None = None
 ) -> list[CheckpointRow]:
-    """Checkpoints in order, newest last; only the `latest` newest ones where that is given."""
+    """Checkpoints by run, each run in order, newest last; only the `latest` newest of each where that is given."""
     statement = _checkpoints().where(*where)
-    if latest is None:
-        return [_row(row) for row in connection.execute(statement.order_by(Run.name, *ORDER))]
-    # By commit, not by (attempt, iteration): the numbers of different runs cannot be compared.
-    newest = statement.order_by(*(column.desc() for column in ORDER)).limit(latest)
-    rows = [_row(row) for row in connection.execute(newest)]
-    return sorted(rows, key=lambda row: (row.run, row.order))
+    if latest is not None:
+        rank = func.row_number().over(partition_by=Checkpoint.run_id, order_by=[column.desc() for column in ORDER])
+        # The same conditions inside: "latest" counts what is asked for.
+        ranked = (
+            select(Checkpoint.id, rank.label("rank")).join(Run, Run.id == Checkpoint.run_id).where(*where).subquery()
+        )
+        statement = statement.join(ranked, ranked.c.id == Checkpoint.id).where(ranked.c.rank <= latest)
+    return [_row(row) for row in connection.execute(statement.order_by(Run.name, *ORDER))]
 
 
 def get_checkpoint(connection: Connection, checkpoint_id: int) -> CheckpointRow | None:
@@ -133,12 +136,12 @@ def find_save(connection: Connection, run_id: int, save_id: str) -> CheckpointRo
     return None if row is None else _row(row)
 
 
-def newest_first(connection: Connection, run_id: int, *where: ColumnElement[bool]) -> Iterator[CheckpointRow]:
+@contextmanager
+def newest_first(connection: Connection, run_id: int) -> Iterator[Iterator[CheckpointRow]]:
     """The checkpoints of a run, newest first, fetched as they are consumed: a resume seldom needs more than a few."""
-    statement = _checkpoints().where(Checkpoint.run_id == run_id, *where).order_by(*(c.desc() for c in ORDER))
-    result = connection.execute(statement, execution_options={"yield_per": 64})
-    for row in result:
-        yield _row(row)
+    statement = _checkpoints().where(Checkpoint.run_id == run_id).order_by(*(column.desc() for column in ORDER))
+    with connection.execute(statement, execution_options={"yield_per": 64}) as result:
+        yield map(_row, result)
 
 
 def select_files(connection: Connection, checkpoint_id: int) -> tuple[FileRow, ...]:

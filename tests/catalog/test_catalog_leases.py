@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -264,3 +265,57 @@ def test_a_hold_that_makes_no_sense_is_refused(catalog: Catalog) -> None:
         catalog.hold(row.id, owner="ana", reason="x", expires_at=row.committed_at.replace(year=2000))
     with pytest.raises(CatalogError, match="no hold with id 5"):
         catalog.release_hold(5)
+
+
+# ---------------------------------------------------------------- at the same time
+
+
+def test_workers_at_the_same_time_share_the_work_and_never_a_checkpoint(catalog: Catalog, catalog_url: str) -> None:
+    for iteration in range(12):
+        catalog.record(commit(iteration))
+    taken: list[int] = []
+    failures: list[Exception] = []
+    start = threading.Barrier(4)
+
+    def work(name: str) -> None:
+        try:
+            with Catalog(catalog_url) as own:
+                start.wait()
+                while leases := own.lease_unverified(owner=name, ttl=60):
+                    taken.append(leases[0].checkpoint_id)
+                    own.finish_verification(leases[0], GOOD)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"worker-{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sorted(taken) == [row.id for row in catalog.checkpoints()], "each exactly once"
+    assert {row.verdict for row in catalog.checkpoints()} == {"verified"}
+
+
+def test_recorders_at_the_same_time_record_each_save_once(catalog: Catalog, catalog_url: str) -> None:
+    """S3: a trainer, a scan and an operator may report the same save in the same moment."""
+    failures: list[Exception] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        try:
+            with Catalog(catalog_url) as own:
+                start.wait()
+                for iteration in range(5):
+                    own.record(commit(iteration))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [row.iteration for row in catalog.checkpoints()] == [0, 1, 2, 3, 4]
+    assert [event.kind for event in catalog.events("run")].count("saved") == 5

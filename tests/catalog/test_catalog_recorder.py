@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import sqlite3
 import statistics
 import threading
 import time
@@ -18,8 +17,7 @@ import pytest
 
 from catalog import Catalog, Recorder, database, recorder
 from catalog.notify import COMMITTED, committed_event, post_event, resource_id
-from ckptlib.errors import NoCatalogError
-from tests.catalog.samples import attempt, commit, save_id
+from tests.catalog.samples import attempt, commit, empty_catalog, save_id
 
 INSTANT = 0.005
 """Seconds that a trainer may spend in a call (median; a shared core may stop for longer at any point)."""
@@ -87,20 +85,27 @@ def test_an_absent_database_costs_nothing_and_is_logged_once(tmp_path: Path, cap
     assert not (tmp_path / "none.db").exists()
 
 
-def test_a_locked_database_costs_nothing(catalog: Catalog, catalog_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    listener = Recorder(catalog_url, deadline=0.3)
-    with catalog.database.write():
+@pytest.fixture
+def lockable(tmp_path: Path) -> Iterator[Catalog]:
+    """An SQLite catalog: one writer locks the whole file."""
+    with Catalog(empty_catalog(tmp_path)) as opened:
+        yield opened
+
+
+def test_a_locked_database_costs_nothing(lockable: Catalog, caplog: pytest.LogCaptureFixture) -> None:
+    listener = Recorder(str(lockable), deadline=0.3)
+    with lockable.database.write():
         assert seconds_of_a_call(listener) < INSTANT
         wait_for(lambda: "locked by another process" in caplog.text)
         assert close_within(listener, 1.0) < 1.5
-    assert catalog.checkpoints("run") == []
+    assert lockable.checkpoints("run") == []
 
 
 def test_a_database_that_hangs_does_not_keep_the_trainer_from_ending(
-    catalog: Catalog, catalog_url: str, caplog: pytest.LogCaptureFixture
+    lockable: Catalog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = Recorder(catalog_url, deadline=3.0)
-    with catalog.database.write():
+    listener = Recorder(str(lockable), deadline=3.0)
+    with lockable.database.write():
         assert seconds_of_a_call(listener) < INSTANT
         assert close_within(listener, 0.2) < 0.5
     assert "not recorded within 0.2 s" in caplog.text
@@ -275,14 +280,12 @@ def test_only_http_is_spoken() -> None:
         post_event({}, "file:///etc/passwd", timeout=1)
 
 
-def test_nothing_is_left_open(catalog_url: str) -> None:
+def test_nothing_is_left_open(tmp_path: Path) -> None:
     """The recorder closes the database it opened: another process may move the file away."""
-    listener = Recorder(catalog_url)
+    path = empty_catalog(tmp_path)
+    listener = Recorder(path)
     listener.committed(commit(1))
     listener.close(10)
-    assert not Path(f"{catalog_url}-wal").exists()
-    connection = sqlite3.connect(catalog_url)
-    assert connection.execute("SELECT count(*) FROM checkpoints").fetchone() == (1,)
-    connection.close()
-    with pytest.raises(NoCatalogError):
-        Catalog(f"{catalog_url}.other")
+    assert not Path(f"{path}-wal").exists()
+    with Catalog(path) as catalog:
+        assert len(catalog.checkpoints()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from dataclasses import replace
@@ -17,7 +16,7 @@ from catalog.rows import VerifyLease
 from catalog.verification import expected_digests, verify_leased
 from ckptlib.errors import LeaseHeldError, NoResumePointError, StorageUnavailableError
 from ckptlib.verify import VerifyReport
-from tests.catalog.samples import Clock
+from tests.catalog.samples import Clock, empty_catalog
 from tests.catalog.training import Training, flip_a_byte
 
 
@@ -214,12 +213,12 @@ def test_work_that_failed_is_given_back_for_later(catalog: Catalog, catalog_url:
 
 
 def test_a_database_that_dies_during_the_work_does_not_stop_the_reading(
-    catalog: Catalog, catalog_url: str, training: Training, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training.attempt(100, listeners=[Recorder(catalog_url)])
-    taken = lease(catalog)
-    with Catalog(catalog_url, timeout=0.05) as impatient, caplog.at_level(logging.WARNING):
-        keeper = verification._Keeper(impatient, taken, 0.000001, None)
+    path = empty_catalog(tmp_path)
+    training.attempt(100, listeners=[Recorder(path)])
+    with Catalog(path) as catalog, Catalog(path, timeout=0.05) as impatient:
+        keeper = verification._Keeper(impatient, lease(catalog), 0.000001, None)
         with catalog.database.write():
             keeper(1, 2)
     assert "could not be renewed" in caplog.text
