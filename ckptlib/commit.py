@@ -21,7 +21,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib import storage as st
@@ -231,6 +231,11 @@ def write_common(storage: st.Storage, path: str, save_id: str, data: bytes) -> F
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest(), "common")
 
 
+def write_metadata(storage: st.Storage, path: str, save_id: str, data: bytes) -> None:
+    """Fixes torch's metadata of a save before it is decided; without this the decider derives it from the items."""
+    storage.create(st.join(save_dir(path, save_id), METADATA), data)
+
+
 def publish_record(storage: st.Storage, path: str, record: RankRecord) -> None:
     """Says that this rank's data is durable (W2)."""
     storage.create(st.join(save_dir(path, record.save_id), record_name(record.rank)), record.encode())
@@ -363,10 +368,9 @@ def _write_manifest(
         (METADATA, metadata, "metadata"),
     ):
         files.append(FileEntry(f"{directory}/{name}", len(data), hashlib.sha256(data).hexdigest(), role))  # type: ignore[arg-type]
-    exports = {
-        EXPORT_METADATA: (len(metadata), hashlib.sha256(metadata).hexdigest()),
-        EXPORT_MARKER: (len(MARKER_BYTES), hashlib.sha256(MARKER_BYTES).hexdigest()),
-    }
+    exports = {EXPORT_METADATA: (len(metadata), hashlib.sha256(metadata).hexdigest())}
+    if begin.format == "torch_dist":
+        exports[EXPORT_MARKER] = (len(MARKER_BYTES), hashlib.sha256(MARKER_BYTES).hexdigest())
     for entry in files:
         if entry.role == "common":
             exports[EXPORT_COMMON] = (entry.size, entry.sha256)
@@ -412,39 +416,52 @@ def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[s
         exports.append((EXPORT_COMMON, storage.get(st.join(path, sources["common"].path))))
     exports.append((EXPORT_INTEGRITY, integrity_bytes(manifest)))
     exports.append((EXPORT_METADATA, storage.get(st.join(path, sources["metadata"].path))))
-    exports.append((EXPORT_MARKER, MARKER_BYTES))
+    if EXPORT_MARKER in manifest.exports:
+        exports.append((EXPORT_MARKER, MARKER_BYTES))
     return exports
 
 
-def roll_forward(storage: st.Storage, path: str, *, may_write: Callable[[], bool] = lambda: True) -> SaveState | None:
+def stale_exports(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> list[str]:
+    """Names of the exports that are absent or other bytes."""
+    return [name for name, data in exports if _get(storage, st.join(path, name)) != data]
+
+
+def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
     """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
 
-    ``metadata.json`` goes first and comes back last, so a foreign reader sees a whole checkpoint or none.
-
-    Args:
-        may_write: asked before each change; false stops (this process has been fenced: the newer attempt does it).
+    The format's marker (``metadata.json``; ``.metadata`` for torch_dcp) goes first and comes back last, so a foreign
+    reader sees a whole checkpoint or none. Several may do this at once, and the current save may change meanwhile: whoever was overtaken may have written one export of
+    the older save over a newer one before it noticed. So nobody ends before everything read back is right, not even
+    a process that has been fenced: what it writes is what anyone would, and it must not leave its last write behind.
 
     Returns:
         The current save, or None.
     """
     while True:
         save = current_save(storage, path)
-        if save is None or not may_write():
-            return save
+        if save is None:
+            return None
         exports = export_plan(storage, path, save)
-        stale = [name for name, data in exports if _get(storage, st.join(path, name)) != data]
-        if stale and EXPORT_MARKER not in stale and may_write():
-            storage.remove([st.join(path, EXPORT_MARKER)])
-            stale.append(EXPORT_MARKER)
-        for name, data in exports:
-            if name in stale:
-                if not may_write():
-                    return save
-                storage.put(st.join(path, name), data)
-        _remove_records(storage, path, save)
-        newest = current_save(storage, path)
-        if newest is None or newest.save_id == save.save_id:
+        stale = [(name, data) for name, data in exports if _get(storage, st.join(path, name)) != data]
+        names = {name for name, _ in exports}
+        obsolete = [
+            st.join(path, name)
+            for name in (EXPORT_MARKER, EXPORT_COMMON)  # of an older save here that was of another format
+            if name not in names and storage.stat(st.join(path, name)) is not None
+        ]
+        if not stale and not obsolete:
+            _remove_records(storage, path, save)
             return save
+        storage.remove(obsolete)
+        marker = exports[-1]
+        if stale and stale[-1][0] != marker[0]:
+            storage.remove([st.join(path, marker[0])])
+            stale.append(marker)
+        for name, data in stale:
+            newest = current_save(storage, path)
+            if newest is None or newest.save_id != save.save_id:  # by id: a record with a NaN equals nothing
+                break
+            storage.put(st.join(path, name), data)
 
 
 def bury(storage: st.Storage, path: str, save_id: str) -> None:

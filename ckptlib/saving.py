@@ -223,17 +223,13 @@ def _commit(request: SaveRequest, begin: Begin) -> Decision:
             f"{decision.reason}"
         )
     try:
-        commit.roll_forward(request.storage, request.path, may_write=lambda: not _fenced(request, begin))
+        commit.roll_forward(request.storage, request.path)
         for save_id in begin.replaces:
             commit.bury(request.storage, request.path, save_id)
     except (OSError, IntegrityError):
         # The checkpoint exists; what is missing are views of it, which anyone can derive later (W5, W6).
         log.exception("%s: committed, but its exports are not complete yet", request.storage.url(request.path))
     return decision
-
-
-def _fenced(request: SaveRequest, begin: Begin) -> bool:
-    return request.newest_attempt is not None and request.newest_attempt() > begin.attempt
 
 
 def _abort(request: SaveRequest, begin: Begin, error: BaseException) -> None:

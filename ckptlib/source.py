@@ -54,18 +54,26 @@ class Source:
             IntegrityError: damaged, or it names anything but plain data.
         """
         item = self.index.object(key)
-        location = item.location
-        data = bytearray(location.length)
-        where = f"{self.url}/{location.file} ({key})"
-        self.storage.read_into(st.join(self.path, location.file), [(location.offset, memoryview(data))])
-        if location.crc32 != UNKNOWN and isal_zlib.crc32(data) != location.crc32:
-            raise IntegrityError(f"{where}: damaged: its CRC-32 is not the recorded one")
-        value = load_object(bytes(data), where)
+        where = f"{self.url}/{item.location.file} ({key})"
+        value = load_object(self.read_object_bytes(key), where)
         if item.wrapped:
             if not isinstance(value, list) or len(value) != 1:
                 raise IntegrityError(f"{where}: a sharded object must be a list of one, found {type(value).__name__}")
             return value[0]
         return value
+
+    def read_object_bytes(self, key: str) -> bytes:
+        """The container of a stored object. `KeyError` when it is absent.
+
+        Raises:
+            IntegrityError: its CRC-32 is not the recorded one.
+        """
+        location = self.index.object(key).location
+        data = bytearray(location.length)
+        self.storage.read_into(st.join(self.path, location.file), [(location.offset, memoryview(data))])
+        if location.crc32 != UNKNOWN and isal_zlib.crc32(data) != location.crc32:
+            raise IntegrityError(f"{self.url}/{location.file} ({key}): damaged: its CRC-32 is not the recorded one")
+        return bytes(data)
 
     def read_common(self) -> dict[str, Any]:
         """The plain values, as a nested dict.
