@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ckptlib import formats
@@ -63,7 +63,7 @@ def verify_foreign(
         UnsupportedError: a format that cannot be verified.
     """
     listing = list_files(storage, path)
-    format_ = _format(storage, path, listing, bool(expected))
+    format_ = _format(storage, path, {*listing, *expected}, bool(expected))
     found = Findings()
     imported = _imported(storage, path, found) if INTEGRITY in listing else {}
     index = _check_metadata(storage, path, found)
@@ -96,7 +96,7 @@ def verify_foreign(
     return found
 
 
-def _format(storage: st.Storage, path: str, listing: Mapping[str, int], recorded: bool) -> str:
+def _format(storage: st.Storage, path: str, names: Collection[str], recorded: bool) -> str:
     url = storage.url(path)
     format_ = formats.sniff(storage, path)
     if format_ == "torch":
@@ -104,13 +104,13 @@ def _format(storage: st.Storage, path: str, listing: Mapping[str, int], recorded
             f"{url}: a legacy checkpoint (format torch); this version verifies torch_dist and torch_dcp"
         )
     if format_ is None:
-        if not recorded and INTEGRITY not in listing:
+        if not recorded and INTEGRITY not in names:
             raise NotACheckpointError(
                 f"{url}: not a checkpoint. Give the iteration directory, e.g. <root>/iter_0001000."
             )
-        return "torch_dist"
+        return "torch_dist" if {formats.MARKER, INTEGRITY} & set(names) else "torch_dcp"
     # Megatron writes integrity.json after metadata.json: with it, a missing marker is a deleted one.
-    finished = formats.MARKER in listing or INTEGRITY in listing or recorded
+    finished = formats.MARKER in names or INTEGRITY in names
     if format_ == "torch_dist" and not finished:
         raise UncommittedError(f"{url}: {formats.MARKER} is missing: the save was not finished")
     return format_
@@ -124,16 +124,19 @@ def _imported(storage: st.Storage, path: str, found: Findings) -> dict[str, str]
         return {}
     try:
         value = json.loads(data)
-        files = dict(value["files"])
-        canonical = json.dumps({"algorithm": "sha256", "files": dict(sorted(files.items()))}, indent=2).encode()
-        well_formed = all("/" not in name and _HEX.fullmatch(digest) for name, digest in files.items())
-    except (ValueError, KeyError, TypeError) as error:
-        found.checks[INTEGRITY] = damaged(data, ENDINGS[INTEGRITY], f"not a list of digests: {error!r}", "imported")
+    except ValueError as error:
+        found.checks[INTEGRITY] = damaged(data, ENDINGS[INTEGRITY], f"no JSON: {error}", "first-read")
         return {}
-    if data != canonical or not well_formed:
+    files = value.get("files") if isinstance(value, dict) else None
+    if not isinstance(files, dict) or not all(
+        "/" not in name and isinstance(digest, str) and _HEX.fullmatch(digest) for name, digest in files.items()
+    ):
+        found.checks[INTEGRITY] = damaged(data, b"", "not a list of SHA-256 digests", "first-read")
+        return {}
+    if data != json.dumps({"algorithm": "sha256", "files": dict(sorted(files.items()))}, indent=2).encode():
         detail = "not as Megatron-Core writes it: changed after it was written"
-        found.checks[INTEGRITY] = damaged(data, ENDINGS[INTEGRITY], detail, "imported")
-        return {name: digest for name, digest in files.items() if "/" not in name} if well_formed else {}
+        found.checks[INTEGRITY] = damaged(data, b"", detail, "first-read")
+        return files
     found.checks[INTEGRITY] = check_bytes(data, Expected(origin="first-read"))
     return files
 

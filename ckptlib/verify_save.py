@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptlib import commit, records
@@ -38,15 +38,11 @@ def find_subject(storage: st.Storage, path: str, save_id: str | None, expected: 
     """
     saves = commit.list_saves(storage, path)
     if save_id is None:
-        for save in reversed(saves):
-            if not save.tombstoned and _was_committed(storage, path, save.save_id):
-                return save.save_id
-        if saves:
-            states = ", ".join(
-                f"{save.save_id} ({'deleted' if save.tombstoned else 'not committed'})" for save in saves
-            )
+        newest = _newest(storage, path, saves)
+        if newest is None and saves:
+            states = ", ".join(f"{s.save_id} ({'deleted' if s.tombstoned else 'not committed'})" for s in saves)
             raise UncommittedError(f"{storage.url(path)}: no committed save here: {states}")
-        return None
+        return newest
     named = next((save for save in saves if save.save_id == save_id), None)
     if named is not None and named.tombstoned:
         raise NotACheckpointError(f"{storage.url(path)}: save {save_id} was deleted, or replaced by a later one")
@@ -84,7 +80,7 @@ def verify_save(
         )
     else:
         want.update(_files(manifest, found))
-        if find_subject(storage, path, None, None) == save_id:
+        if _newest(storage, path) in (None, save_id):
             of_exports = _exports(manifest, manifest_bytes)
             exports |= of_exports.keys()
             want.update(of_exports)
@@ -92,14 +88,17 @@ def verify_save(
     found.checks.update(checker.check({name: what for name, what in want.items() if name not in found.checks}))
     if manifest is not None and deep:
         _check_content(storage, path, manifest, checker, found)
-    if (
-        any(found.checks[name].verdict != "ok" for name in exports)
-        and find_subject(storage, path, None, None) != save_id
-    ):
+    if any(found.checks[name].verdict != "ok" for name in exports) and _newest(storage, path) not in (None, save_id):
         for name in exports:  # another save was committed meanwhile: the exports are its own
             del found.checks[name]
     _add_extras(storage, path, save_id, found)
     return found
+
+
+def _newest(storage: st.Storage, path: str, saves: Sequence[commit.SaveState] | None = None) -> str | None:
+    saves = commit.list_saves(storage, path) if saves is None else saves
+    live = (save.save_id for save in reversed(saves) if not save.tombstoned)
+    return next((save_id for save_id in live if _was_committed(storage, path, save_id)), None)
 
 
 def _was_committed(storage: st.Storage, path: str, save_id: str) -> bool:
