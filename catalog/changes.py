@@ -14,8 +14,8 @@ from sqlalchemy import Connection, insert, select, update
 
 from catalog.models import Checkpoint, Event, Run
 from catalog.rows import CheckpointRow
-from catalog.states import Branch, Lifecycle, TransitionError, Verdict, transition
-from ckptlib.errors import StaleWriteError
+from catalog.states import Branch, Lifecycle, Verdict, transition
+from ckptlib.errors import StaleWriteError, TransitionError
 
 NO_LEASE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": None}
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, Operati
 import migrations
 from catalog.filesystem import network_filesystem
 from catalog.models import Base
-from ckptlib.errors import CatalogError, NoCatalogError
+from ckptlib.errors import CatalogError, DatabaseLockedError, NoCatalogError
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -30,12 +30,6 @@ BUSY_TIMEOUT = 10.0
 _WRITE = "catalog_write"
 
 Clock = Callable[[Connection], datetime]
-
-
-class DatabaseLockedError(CatalogError):
-    """Raised when another process keeps the database locked for longer than the timeout. Trying again may help."""
-
-    exit_code = 11
 
 
 def default_path() -> Path:

@@ -11,10 +11,9 @@ from collections import deque
 from contextlib import suppress
 
 from catalog.catalog import Catalog, default_actor
-from catalog.database import DatabaseLockedError
 from catalog.notify import api_url, committed_event, post_event
 from catalog.rows import CheckpointRow
-from ckptlib.errors import CkptError, NoCatalogError
+from ckptlib.errors import CkptError, DatabaseLockedError, NoCatalogError
 from ckptlib.events import AttemptEvent, CommitEvent
 
 log = logging.getLogger("catalog")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ckptlib.errors import CatalogError
+from ckptlib.errors import TransitionError
 
 Lifecycle = Literal["writing", "finalized", "aborted", "missing", "deleting", "deleted"]
 Verdict = Literal["unverified", "verified", "corrupt", "unverifiable", "suspect"]
@@ -43,10 +43,6 @@ VERDICT_MOVES: dict[Verdict, frozenset[Verdict]] = {
     "unverifiable": frozenset({"verified", "corrupt", "suspect"}),
     "suspect": frozenset({"unverified", "corrupt"}),
 }
-
-
-class TransitionError(CatalogError):
-    """Raised when a checkpoint cannot go from the state it is in to the requested one."""
 
 
 @dataclass(frozen=True)

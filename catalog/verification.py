@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from catalog import tracker
 from catalog.catalog import Catalog
-from catalog.database import DatabaseLockedError
 from catalog.entries import FOREIGN_PREFIX
 from catalog.leases import backoff
 from catalog.rows import VerifyLease
@@ -21,6 +20,7 @@ from ckptlib import roots
 from ckptlib import storage as st
 from ckptlib.errors import (
     CkptError,
+    DatabaseLockedError,
     LeaseHeldError,
     NoCatalogError,
     StaleWriteError,

@@ -29,7 +29,9 @@
     ├── NoResumePointError                      exit 21   with the reason for every rejected candidate
     ├── CatalogError
     │   ├── NoCatalogError                      exit 10
+    │   ├── DatabaseLockedError                 exit 11   another process keeps the database locked
     │   ├── StaleWriteError                         a compare-and-set found another version
+    │   ├── TransitionError                         a checkpoint cannot go from its state to the requested one
     │   └── LeaseHeldError                      exit 11   names the holder
     └── GuardRefusedError                       exit 22
 
@@ -183,8 +185,18 @@ class NoCatalogError(CatalogError):
     exit_code = 10
 
 
+class DatabaseLockedError(CatalogError):
+    """Raised when another process keeps the database locked for longer than the timeout. Trying again may help."""
+
+    exit_code = 11
+
+
 class StaleWriteError(CatalogError):
     """Raised when a compare-and-set found another version than the one it was decided on (S1)."""
+
+
+class TransitionError(CatalogError):
+    """Raised when a checkpoint cannot go from the state it is in to the requested one (S1)."""
 
 
 class LeaseHeldError(CatalogError):

@@ -15,8 +15,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from catalog import Catalog
 from catalog.resume import Found
 from catalog.rows import VerifyLease
-from catalog.states import State, TransitionError, transition
-from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError
+from catalog.states import State, transition
+from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError, TransitionError
 from tests.catalog.samples import CORRUPT, GOOD, UNREADABLE, Clock, Report, commit, empty_catalog
 
 TTL = 60.0

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from catalog import Catalog
 from catalog.lineage import Node, branches
 from catalog.rows import CheckpointRow
-from catalog.states import TransitionError
-from ckptlib.errors import CatalogError, StaleWriteError
+from ckptlib.errors import CatalogError, StaleWriteError, TransitionError
 from ckptlib.topology import Topology
 from tests.catalog.samples import CORRUPT, attempt, commit, save_id
 

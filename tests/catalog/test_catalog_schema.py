@@ -14,9 +14,9 @@ from sqlalchemy import func, inspect, select
 
 import migrations
 from catalog import Catalog, database, filesystem
-from catalog.database import Database, DatabaseLockedError
+from catalog.database import Database
 from catalog.models import Base, Run
-from ckptlib.errors import CatalogError, NoCatalogError
+from ckptlib.errors import CatalogError, DatabaseLockedError, NoCatalogError
 from tests.catalog.samples import empty_catalog
 
 

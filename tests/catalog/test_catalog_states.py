@@ -15,10 +15,10 @@ from catalog.states import (
     VERDICTS,
     Lifecycle,
     State,
-    TransitionError,
     Verdict,
     transition,
 )
+from ckptlib.errors import TransitionError
 
 states = st.builds(State, st.sampled_from(LIFECYCLES), st.sampled_from(VERDICTS))
 lifecycles = st.none() | st.sampled_from(LIFECYCLES)
