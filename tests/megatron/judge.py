@@ -95,7 +95,7 @@ def main() -> None:
         init_method=f"file://{os.environ['JUDGE_RENDEZVOUS']}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=60),
     )
     for line in sys.stdin:
         try:
