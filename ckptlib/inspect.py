@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptlib import commit, formats
 from ckptlib import storage as st
-from ckptlib.errors import NotACheckpointError, StateError, UncommittedError, UnsupportedError
+from ckptlib.errors import NotACheckpointError, StateError, UncommittedError, UnsafePickleError, UnsupportedError
 from ckptlib.formats import torch_dist
 from ckptlib.index import ItemIndex
 from ckptlib.manifest import Manifest
@@ -200,6 +200,10 @@ def _inspect_foreign(storage: st.Storage, path: str) -> CheckpointInfo:
     try:
         common = torch_dist.read_common(storage, path, index)
     except NotACheckpointError as error:
+        notes.append(str(error))
+    except UnsafePickleError as error:
+        if format_ == "torch_dist":  # its common state is part of it; elsewhere these are values among others
+            raise
         notes.append(str(error))
     files = list_files(storage, path)
     return CheckpointInfo(

@@ -5,8 +5,8 @@ allowed classes belongs to the whole process, so a name allowed for one checkpoi
 `safe_globals` block would drop what Megatron registered for itself, and hostile archives would reach its C++ reader.
 
 Classes of Megatron-Core and its companions are never imported: they become `Foreign` values that remember what the
-pickle said. Plain data is what `_objects` lists; `dump_object` refuses to write anything else, so what is saved can be
-loaded.
+pickle said. Plain data is what `ckptlib.safe_objects` lists; `dump_object` refuses to write anything else, so what is
+saved can be loaded.
 """
 
 from __future__ import annotations
