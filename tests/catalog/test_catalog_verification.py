@@ -279,7 +279,7 @@ def test_a_corrupt_checkpoint_that_the_tracker_names_makes_it_name_the_newest_ve
     assert verify_leased(catalog, lease(catalog)).corrupt
     assert tracker_of(training) == "100", "what was verified at that moment"
     assert verify_all(catalog) == {100: "verified", 200: "verified", 300: "corrupt"}
-    assert tracker_of(training) == "200"
+    assert tracker_of(training) == "100", "the trainer's own, otherwise"
 
 
 def test_a_tracker_that_a_person_set_back_stays(catalog: Catalog, catalog_url: str, training: Training) -> None:
@@ -291,13 +291,23 @@ def test_a_tracker_that_a_person_set_back_stays(catalog: Catalog, catalog_url: s
     assert tracker_of(training) == "100"
 
 
-def test_without_anything_verified_the_tracker_is_left_as_it_is(
-    catalog: Catalog, catalog_url: str, training: Training
+def test_without_anything_verified_a_trainers_tracker_is_left_and_a_verifiers_goes(
+    catalog: Catalog, catalog_url: str, training: Training, tmp_path: Path
 ) -> None:
+    """Without a tracker Megatron starts from random weights: that is not done to who did not ask for it."""
     training.attempt(100, listeners=[Recorder(catalog_url)])
     flip_a_byte(training.data_file(100), at=1000)
     assert verify_all(catalog) == {100: "corrupt"}
     assert tracker_of(training) == "100"
+
+    strict = Training(tmp_path / "strict", run="strict", tracker="verified")
+    strict.attempt(100, listeners=[Recorder(catalog_url)])
+    verify_all(catalog)
+    assert tracker_of(strict) == "100"
+    flip_a_byte(strict.data_file(100), at=1000)
+    row = catalog.checkpoint("strict", 100)
+    assert verify_leased(catalog, lease(catalog, checkpoint_id=row.id, force=True)).corrupt
+    assert tracker_of(strict) is None
 
 
 def test_a_read_only_root_does_not_keep_the_verdict_from_being_written(
