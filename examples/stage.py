@@ -69,6 +69,8 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends trainers, then flows, then anything else that carries our mark."""
+        if kind is not None:
+            self.say("ending the processes of the demo")
         if self._ranks is not None:
             self._ranks.kill()
         if self._flows is not None:
