@@ -421,18 +421,26 @@ def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[s
     return exports
 
 
-def stale_exports(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> list[str]:
-    """Names of the exports that are absent or other bytes."""
-    return [name for name, data in exports if _get(storage, st.join(path, name)) != data]
+def export_changes(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
+    """What a roll-forward has to change: names to write, and names to remove that a save of another format left."""
+    stale = [name for name, data in exports if _get(storage, st.join(path, name)) != data]
+    names = {name for name, _ in exports}
+    obsolete = [
+        name
+        for name in (EXPORT_MARKER, EXPORT_COMMON)
+        if name not in names and storage.stat(st.join(path, name)) is not None
+    ]
+    return stale, obsolete
 
 
 def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
     """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
 
     The format's marker (``metadata.json``; ``.metadata`` for torch_dcp) goes first and comes back last, so a foreign
-    reader sees a whole checkpoint or none. Several may do this at once, and the current save may change meanwhile: whoever was overtaken may have written one export of
-    the older save over a newer one before it noticed. So nobody ends before everything read back is right, not even
-    a process that has been fenced: what it writes is what anyone would, and it must not leave its last write behind.
+    reader sees a whole checkpoint or none. Several may do this at once, and the current save may change meanwhile:
+    whoever was overtaken may have written one export of the older save over a newer one before it noticed. So nobody
+    ends before everything read back is right, not even a process that has been fenced: what it writes is what anyone
+    would, and it must not leave its last write behind.
 
     Returns:
         The current save, or None.
@@ -442,22 +450,18 @@ def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
         if save is None:
             return None
         exports = export_plan(storage, path, save)
-        stale = [(name, data) for name, data in exports if _get(storage, st.join(path, name)) != data]
-        names = {name for name, _ in exports}
-        obsolete = [
-            st.join(path, name)
-            for name in (EXPORT_MARKER, EXPORT_COMMON)  # of an older save here that was of another format
-            if name not in names and storage.stat(st.join(path, name)) is not None
-        ]
+        stale, obsolete = export_changes(storage, path, exports)
         if not stale and not obsolete:
             _remove_records(storage, path, save)
             return save
-        storage.remove(obsolete)
-        marker = exports[-1]
-        if stale and stale[-1][0] != marker[0]:
-            storage.remove([st.join(path, marker[0])])
+        storage.remove([st.join(path, name) for name in obsolete])
+        marker, _ = exports[-1]
+        if stale and marker not in stale:
+            storage.remove([st.join(path, marker)])
             stale.append(marker)
-        for name, data in stale:
+        for name, data in exports:
+            if name not in stale:
+                continue
             newest = current_save(storage, path)
             if newest is None or newest.save_id != save.save_id:  # by id: a record with a NaN equals nothing
                 break
