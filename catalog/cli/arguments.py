@@ -14,6 +14,9 @@ FLAGS = frozenset({"-q", "--quiet", "-v", "-vv", "--verbose", "-y", "--yes"})
 VALUED = frozenset({"--db", "-o", "--output"})
 """Global options with a value in the next argument; long ones also after ``=``, ``-o`` also attached."""
 
+FORMATS = ("table", "json")
+"""Values of ``--output``."""
+
 
 def hoist(args: Sequence[str]) -> list[str]:
     """The same command line with its global options first. Nothing after ``--`` is an option.
@@ -41,19 +44,24 @@ def hoist(args: Sequence[str]) -> list[str]:
 def output_format(args: Sequence[str], environment: str | None) -> str:
     """The output format that a command line asks for: an error in parsing it is reported in that format too.
 
+    What is no format counts as not said.
+
     Args:
         args: the command line, hoisted.
         environment: value of ``CKPT_OUTPUT``.
     """
-    chosen = environment or "table"
+    chosen = environment
     for position, arg in enumerate(args):
         if arg == "--":
             break
         if arg in ("-o", "--output") and position + 1 < len(args):
-            chosen = args[position + 1]
+            wanted = args[position + 1]
         elif arg.startswith(("-o", "--output=")):
-            chosen = _attached_value(arg) or chosen
-    return chosen
+            wanted = _attached_value(arg) or ""
+        else:
+            continue
+        chosen = wanted if wanted in FORMATS else chosen
+    return chosen if chosen in FORMATS else "table"
 
 
 def _attached_value(arg: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_group
+from typer.main import get_command, get_group
 
 from catalog.cli.arguments import hoist, output_format
 from catalog.cli.context import Cli
@@ -79,28 +79,26 @@ class Program(TyperGroup):
 
 def _load(entry: EntryPoint) -> Any:
     """The command group of a plug-in. One that cannot be imported must not break the others, nor ``--help``."""
+    command: Any
     try:
-        plugin = entry.load()
+        command = get_group(entry.load())
     except ImportError as error:
-        plugin = _unavailable(entry, error)
-    group = get_group(plugin)
-    group.name = entry.name
-    return group
+        command = _unavailable(entry, str(error))
+    command.name = entry.name
+    return command
 
 
-def _unavailable(entry: EntryPoint, error: ImportError) -> typer.Typer:
-    reason = f"'ckpt {entry.name}' ({entry.value}) is not available: {error}"
-    plugin = typer.Typer(
-        help=f"Not available: {error}",
-        invoke_without_command=True,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+def _unavailable(entry: EntryPoint, reason: str) -> Any:
+    """A command that takes everything and only says why it does not work."""
+    plugin = typer.Typer(add_completion=False)
+
+    @plugin.command(
+        help=f"Not available: {reason}", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
     )
-
-    @plugin.callback()
     def fail() -> None:
-        raise RuntimeError(reason) from error
+        raise Ended(ExitCode.ERROR, f"'ckpt {entry.name}' ({entry.value}) is not available: {reason}")
 
-    return plugin
+    return get_command(plugin)
 
 
 def _report(error: BaseException, output: Output) -> int:

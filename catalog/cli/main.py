@@ -5,8 +5,6 @@ Nothing heavy is imported here: each verb imports the catalog, the migrations or
 
 from __future__ import annotations
 
-import logging
-import sys
 from enum import StrEnum
 from importlib.metadata import version
 from typing import Annotated
@@ -16,6 +14,7 @@ import typer
 from catalog.cli import db, init, ls, resume, runs, scan, show, verify
 from catalog.cli.context import Cli
 from catalog.cli.group import Program
+from catalog.cli.logs import log_to_stderr
 from catalog.cli.output import JsonOutput, TableOutput
 
 app = typer.Typer(
@@ -64,12 +63,11 @@ def options(
     ] = False,
 ) -> None:
     """Global options."""
-    logging.basicConfig(
-        stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s", level="DEBUG" if verbose > 1 else "WARNING"
-    )
+    as_json = output is Format.JSON
+    log_to_stderr("DEBUG" if verbose > 1 else "WARNING", as_json=as_json)
     ctx.obj = Cli(
         db=db,
-        output=JsonOutput() if output is Format.JSON else TableOutput(wide=verbose > 0, quiet=quiet),
+        output=JsonOutput() if as_json else TableOutput(wide=verbose > 0, quiet=quiet),
         verbosity=-1 if quiet else verbose,
         yes=yes,
     )

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from catalog import Catalog
 from catalog.cli.main import app
 from catalog.verification import verify_leased
+from ckptlib.events import AttemptEvent, CommitEvent
 from tests.catalog.training import Training, flip_a_byte
 
 RUN = "team/llama 7B@host"
@@ -36,8 +37,8 @@ class Ended:
 
     @property
     def error(self) -> Any:
-        """The one JSON object on standard error."""
-        return json.loads(self.err)
+        """The last JSON object on standard error; every line is one."""
+        return [json.loads(line) for line in self.err.splitlines()][-1]
 
     @property
     def lines(self) -> list[str]:
@@ -107,8 +108,15 @@ class Direct:
     """A commit listener that records at once."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self.attempt_started = catalog.record_attempt
-        self.committed = catalog.record
+        self._catalog = catalog
+
+    def attempt_started(self, event: AttemptEvent) -> None:
+        """Records it."""
+        self._catalog.record_attempt(event)
+
+    def committed(self, event: CommitEvent) -> None:
+        """Records it."""
+        self._catalog.record(event)
 
     def close(self, timeout: float) -> None:
         """Nothing waits."""
