@@ -80,7 +80,7 @@ def interpret(data: bytes | memoryview, where: str, table: Table) -> Any:
     except (
         ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError, struct.error
     ) as error:  # fmt: skip
-        raise RecordError(f"{where}: damaged pickle at byte {machine.position}: {error!r}") from error
+        raise RecordError(f"{where}: damaged pickle at byte {machine.position}: {repr(error)[:300]}") from error
 
 
 class Machine:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptlib
@@ -60,6 +60,7 @@ def flipped(file: Path, position: int, mask: int) -> bytes:
     return bytes(content)
 
 
+@settings(max_examples=30)
 @given(st.sampled_from([".metadata", "__0_0.distcp", "metadata.json"]), st.integers(0, 2**40), st.integers(1, 255))
 def test_one_flipped_byte_is_found_by_the_digests_of_the_writer(
     pristine: dict[str, Path], name: str, position: int, mask: int
@@ -71,6 +72,7 @@ def test_one_flipped_byte_is_found_by_the_digests_of_the_writer(
     assert report.checks[name].origin == "imported"
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 2**40), st.integers(1, 255))
 def test_a_flipped_byte_of_the_digests_themselves_is_found(pristine: dict[str, Path], position: int, mask: int) -> None:
     path = pristine[WITH_DIGESTS]
