@@ -26,7 +26,7 @@ from ckptlib.errors import (
     StaleWriteError,
     StorageUnavailableError,
 )
-from ckptlib.verify import VerifyReport, verify
+from ckptlib.verify import Batches, VerifyReport, verify
 
 log = logging.getLogger("catalog")
 
@@ -44,6 +44,7 @@ def verify_leased(
     threads: int = 2,
     progress: Progress | None = None,
     ttl: float = LEASE_SECONDS,
+    batches: Batches | None = None,
     worker: str | None = None,
 ) -> VerifyReport:
     """Verifies a checkpoint and records the verdict. The lease is renewed while there is progress.
@@ -53,6 +54,7 @@ def verify_leased(
         threads: files that are read at the same time.
         progress: called with (bytes done, bytes in all), from any thread.
         ttl: seconds for which the lease is renewed.
+        batches: shares the reading out, for whoever schedules or shows it; None: all at once.
         worker: for the history; by default the lease's owner.
 
     Returns:
@@ -73,6 +75,7 @@ def verify_leased(
             expected=expected_digests(lease),
             threads=threads,
             progress=keeper,
+            batches=batches,
         )
         if report.corrupt:
             # A storage that went away meanwhile makes files missing that are all there (D4).

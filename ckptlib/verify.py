@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 from ckptlib import commit, roots
 from ckptlib import storage as st
 from ckptlib.errors import NotACheckpointError, UnsupportedError
-from ckptlib.verify_files import BAD, FileCheck, FileChecker, Findings, Origin, Progress, Verdict, describe
+from ckptlib.verify_files import BAD, Batches, FileCheck, FileChecker, Findings, Origin, Progress, Verdict, describe
 from ckptlib.verify_foreign import verify_foreign
 from ckptlib.verify_save import find_subject, verify_save
 
-__all__ = ["FileCheck", "Level", "Origin", "Verdict", "VerifyReport", "verify"]
+__all__ = ["Batches", "FileCheck", "Level", "Origin", "Verdict", "VerifyReport", "verify"]
 
 Level = Literal["listing", "store", "structure", "data"]
 
@@ -81,6 +81,7 @@ def verify(
     expected: Mapping[str, tuple[int, str]] | None = None,
     threads: int = 2,
     progress: Progress | None = None,
+    batches: Batches | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Compares a checkpoint with its digests: the catalog's copy first, then its manifest's (V1).
@@ -95,6 +96,7 @@ def verify(
             committed, so that a deleted commit decision is a missing file.
         threads: files that are read at the same time; each takes 8 MiB.
         progress: called with (bytes done, bytes in all).
+        batches: shares the reading out, for whoever schedules or shows it; None: all at once.
 
     Raises:
         NotACheckpointError: nothing here is a checkpoint, or it was deleted.
@@ -104,7 +106,7 @@ def verify(
     started = time.perf_counter()
     storage, path = st.resolve(url, storage_options)
     checked_level = _check_level(level, storage)
-    checker = FileChecker(storage, path, read=level == "data", threads=threads, progress=progress)
+    checker = FileChecker(storage, path, read=level == "data", threads=threads, progress=progress, batches=batches)
     try:
         save_id, found = _verify(storage, path, save_id, checker, level != "listing", expected or {})
     except NotACheckpointError:  # a FileNotFoundError too

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from isal import isal_zlib
@@ -133,6 +134,25 @@ def check_bytes(data: bytes, expected: Expected) -> FileCheck:
     return _judge(len(data), hashlib.sha256(data).hexdigest(), data[-64:], expected, "")
 
 
+def _run_here(label: str, work: Callable[[], None]) -> None:
+    work()
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How the files of a large checkpoint are shared out, for whoever schedules or shows the work.
+
+    Attributes:
+        size: bytes after which a batch ends; a file is never divided.
+        files: files after which it ends.
+        run: called once per batch, one after the other, with a label for people and the work; must call the work.
+    """
+
+    size: int = 4 << 30
+    files: int = 500
+    run: Callable[[str, Callable[[], None]], None] = _run_here
+
+
 class FileChecker:
     """Checks files of one directory with a few threads.
 
@@ -141,16 +161,25 @@ class FileChecker:
         read: whether files are read and hashed, or only their sizes compared.
         threads: how many files are read at the same time.
         progress: called with (bytes done, bytes in all) as blocks are read; from any of the threads, one at a time.
+        batches: how reading is shared out; None: all at once.
     """
 
     def __init__(
-        self, storage: st.Storage, path: str, *, read: bool, threads: int = 2, progress: Progress | None = None
+        self,
+        storage: st.Storage,
+        path: str,
+        *,
+        read: bool,
+        threads: int = 2,
+        progress: Progress | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self._storage = storage
         self._path = path
         self.reads = read
         self._threads = max(1, threads)
         self._progress = progress
+        self._batches = batches
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._total = 0
@@ -160,16 +189,36 @@ class FileChecker:
         """One verdict per file, by name."""
         sizes: dict[str, FileCheck | int] = {name: self._stat(name, want) for name, want in expected.items()}
         self._total = sum(size for size in sizes.values() if isinstance(size, int)) if self.reads else 0
+
+        def size_of(name: str) -> int:
+            size = sizes[name]
+            return size if isinstance(size, int) else 0
+
         # Longest first: the last thread to finish then ends with a short one.
-        order = sorted(expected, key=lambda name: size if isinstance(size := sizes[name], int) else 0, reverse=True)
+        order = sorted(expected, key=size_of, reverse=True)
+        checks: dict[str, FileCheck] = {}
+        if self._batches is None or not self.reads:
+            self._check_all(order, sizes, expected, checks)
+        else:
+            for names in _share_out(order, size_of, self._batches):
+                label = f"{len(names)} files, {sum(map(size_of, names)) / 2**30:.2f} GiB"
+                self._batches.run(label, partial(self._check_all, names, sizes, expected, checks))
+        return {name: checks[name] for name in sorted(checks)}
+
+    def _check_all(
+        self,
+        names: Sequence[str],
+        sizes: Mapping[str, FileCheck | int],
+        expected: Mapping[str, Expected],
+        checks: dict[str, FileCheck],
+    ) -> None:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="ckptlib-verify") as pool:
             try:
-                found = pool.map(lambda name: self._check(name, sizes[name], expected[name]), order)
-                checks = dict(zip(order, found, strict=True))
+                found = pool.map(lambda name: self._check(name, sizes[name], expected[name]), names)
+                checks.update(zip(names, found, strict=True))
             except BaseException:  # also Ctrl-C, and whatever `progress` raises: the other threads stop at once
                 self._stopped.set()
                 raise
-        return {name: checks[name] for name in sorted(checks)}
 
     def _stat(self, name: str, want: Expected) -> FileCheck | int:
         """Size of a file, or the verdict that its size alone gives."""
@@ -224,6 +273,20 @@ class FileChecker:
             self.bytes_read += count
             if self._progress is not None:
                 self._progress(self.bytes_read, self._total)
+
+
+def _share_out(names: Sequence[str], size_of: Callable[[str], int], batches: Batches) -> Iterator[list[str]]:
+    """Consecutive names; a batch ends before it gets larger than it may be."""
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        if batch and (size + size_of(name) > batches.size or len(batch) >= batches.files):
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += size_of(name)
+    if batch:
+        yield batch
 
 
 class _SealedReader:

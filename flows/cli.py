@@ -126,10 +126,10 @@ def run_verify_pending(
     settings = _settings()
     if not here and _submitted(cli, settings, find("verify-pending"), {"run": run}, wait=wait):
         return
-    from flows.drain import drain, verify_batch
+    from flows.drain import drain, verify_one
 
     with cli.catalog() as catalog, ConsoleReporter(cli.output) as reporter:
-        work = partial(verify_batch, catalog, settings, reporter=reporter, run=run)
+        work = partial(verify_one, catalog, settings, reporter=reporter)
         # Nobody's event is waited for here: what is committed later is somebody else's.
         summary = drain(catalog, settings.model_copy(update={"linger": 0.0}), work, run=run)
     _conclude(cli, summary)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -18,7 +18,7 @@ from catalog.catalog import Catalog, default_actor
 from catalog.rows import VerifyLease
 from catalog.verification import verify_leased
 from ckptlib.errors import LeaseHeldError, StaleWriteError, StorageError
-from ckptlib.verify import VerifyReport
+from ckptlib.verify import Batches, VerifyReport
 from flows.settings import FlowsSettings, GrantingLevel
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class Reporter(Protocol):
         """It is done; `report` is None when there is none to show."""
 
 
-Work = Callable[[VerifyLease, frozenset[int]], Sequence[Outcome]]
-"""Verifies the leased checkpoint, and perhaps more that wait, except those with the given ids."""
+Work = Callable[[VerifyLease], Outcome]
+"""Verifies one leased checkpoint; see `verify_one`."""
 
 
 def drain(catalog: Catalog, settings: FlowsSettings, work: Work, *, run: str | None = None) -> Summary:
@@ -87,16 +87,15 @@ def drain(catalog: Catalog, settings: FlowsSettings, work: Work, *, run: str | N
     Each checkpoint is tried at most once: what was unreadable or failed is the next drain's.
 
     Args:
-        work: one batch; see `verify_batch`.
         run: only this run's checkpoints; None: all.
     """
     summary = Summary()
     ends = time.monotonic() + settings.linger
     while True:
-        handled = frozenset(outcome.checkpoint_id for outcome in summary.outcomes)
+        handled = [outcome.checkpoint_id for outcome in summary.outcomes]
         lease = next_lease(catalog, settings, run=run, handled=handled)
         if lease is not None:
-            summary.outcomes += work(lease, handled)
+            summary.outcomes.append(work(lease))
         elif time.monotonic() >= ends:
             return summary
         else:
@@ -111,34 +110,21 @@ def next_lease(
     return leases[0] if leases else None
 
 
-def verify_batch(
+def verify_one(
     catalog: Catalog,
     settings: FlowsSettings,
     lease: VerifyLease,
-    handled: Collection[int],
     reporter: Reporter,
     *,
-    run: str | None = None,
-) -> list[Outcome]:
-    """Verifies `lease` and then more until `batch_size` bytes or `batch_files` files were read, or nothing waits."""
-    outcomes: list[Outcome] = []
-    size = files = 0
-    current: VerifyLease | None = lease
-    while current is not None:
-        outcomes.append(verify_one(catalog, settings, current, reporter))
-        size += current.size
-        files += len(current.files)
-        if size >= settings.batch_size or files >= settings.batch_files:
-            break
-        done = {*handled, *(outcome.checkpoint_id for outcome in outcomes)}
-        current = next_lease(catalog, settings, run=run, handled=done)
-    return outcomes
-
-
-def verify_one(
-    catalog: Catalog, settings: FlowsSettings, lease: VerifyLease, reporter: Reporter, *, level: str | None = None
+    level: str | None = None,
+    batches: Batches | None = None,
 ) -> Outcome:
-    """Verifies one leased checkpoint and writes its verdict; an error concerns this one only and is logged."""
+    """Verifies one leased checkpoint and writes its verdict; an error concerns this one only and is logged.
+
+    Args:
+        level: another one than the settings'.
+        batches: how reading it is shared out; None: all at once.
+    """
     reporter.begin(lease)
     report: VerifyReport | None = None
     result: Result
@@ -150,6 +136,7 @@ def verify_one(
             threads=settings.threads,
             progress=reporter.progress,
             ttl=settings.lease_ttl,
+            batches=batches,
         )
     except (LeaseHeldError, StaleWriteError) as error:
         log.warning("%s", error)

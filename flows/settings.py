@@ -38,8 +38,8 @@ class FlowsSettings(BaseSettings):
         limit: flow runs that the embedded runner executes at a time.
         level: verification level of the drain.
         threads: threads that read and hash within one task.
-        batch_size: bytes after which a task ends and the next one begins.
-        batch_files: files after which a task ends and the next one begins.
+        batch_size: bytes that one task reads; a larger checkpoint is several tasks, a file never more than one.
+        batch_files: files that one task reads.
         lease_ttl: seconds after which the work of a killed drain is given back.
     """
 

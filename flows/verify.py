@@ -6,6 +6,8 @@ verdict is one transaction that names the lease's token, so there is never half 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -13,27 +15,26 @@ from prefect.states import Completed, Failed
 
 from catalog.catalog import Catalog
 from catalog.rows import VerifyLease
+from ckptlib.verify import Batches
 from flows.artifacts import PrefectReporter
-from flows.drain import Outcome, Summary, drain, verify_batch, verify_one
+from flows.drain import Outcome, Summary, drain, verify_one
 from flows.process import die_with_runner
 from flows.requests import VerifyRequest, lease_one
 from flows.settings import FlowsSettings
 
 
-@task(name="verify-batch", task_run_name="batch from {lease.name}", cache_policy=NO_CACHE, persist_result=False)
-def batch_task(
-    settings: FlowsSettings, lease: VerifyLease, handled: frozenset[int], run: str | None = None
-) -> list[Outcome]:
-    """Verifies the leased checkpoint, then more, up to a batch of bytes and files; threads read and hash inside."""
-    with Catalog(settings.db) as catalog:
-        return verify_batch(catalog, settings, lease, handled, PrefectReporter(), run=run)
+@task(name="verify-batch", task_run_name="{label}", cache_policy=NO_CACHE, persist_result=False)
+def batch_task(label: str, work: Callable[[], None]) -> None:
+    """Reads and hashes one batch of a checkpoint's files, with threads. Its findings stay in this process."""
+    work()
 
 
-@task(name="verify-one", task_run_name="{lease.name}", cache_policy=NO_CACHE, persist_result=False)
-def one_task(settings: FlowsSettings, lease: VerifyLease, level: str) -> Outcome:
-    """Verifies one leased checkpoint."""
-    with Catalog(settings.db) as catalog:
-        return verify_one(catalog, settings, lease, PrefectReporter(), level=level)
+def in_tasks(catalog: Catalog, settings: FlowsSettings, lease: VerifyLease, *, level: str | None = None) -> Outcome:
+    """Verifies a leased checkpoint in as many tasks as it has batches, shown as artifacts of the run."""
+    batches = Batches(
+        settings.batch_size, settings.batch_files, lambda label, work: batch_task(f"{lease.name}: {label}", work)
+    )
+    return verify_one(catalog, settings, lease, PrefectReporter(), level=level, batches=batches)
 
 
 @flow(name="verify-pending", persist_result=False)
@@ -46,9 +47,7 @@ def verify_pending(run: str | None = None) -> State[None]:
     die_with_runner()
     settings = FlowsSettings()
     with Catalog(settings.db) as catalog:
-        return conclude(
-            drain(catalog, settings, lambda lease, handled: batch_task(settings, lease, handled, run), run=run)
-        )
+        return conclude(drain(catalog, settings, lambda lease: in_tasks(catalog, settings, lease), run=run))
 
 
 @flow(name="verify", persist_result=False)
@@ -63,7 +62,7 @@ def verify(request: VerifyRequest) -> State[None]:
     settings = FlowsSettings()
     with Catalog(settings.db) as catalog:
         lease = lease_one(catalog, settings, request)
-        return conclude(Summary([one_task(settings, lease, request.level)]))
+        return conclude(Summary([in_tasks(catalog, settings, lease, level=request.level)]))
 
 
 def conclude(summary: Summary) -> State[None]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.artifacts import MAX_ROWS, PrefectReporter, artifact_key, describe, verdict_table
-from flows.drain import Outcome, Summary, drain, judge, next_lease, verify_batch, verify_one
+from flows.drain import Outcome, Summary, drain, judge, next_lease, verify_one
 from flows.settings import FlowsSettings
 from flows.verify import conclude
 from tests.flows.test_drain import Notes
@@ -54,7 +54,7 @@ def test_table_has_every_file_with_its_verdict_and_the_bad_ones_first(
 def test_table_of_very_many_files_is_cut_and_says_so(workshop: Workshop, settings: FlowsSettings) -> None:
     workshop.save(1)
     notes = Notes()
-    drain(workshop.catalog, settings, partial(verify_batch, workshop.catalog, settings, reporter=notes))
+    drain(workshop.catalog, settings, partial(verify_one, workshop.catalog, settings, reporter=notes))
     report = notes.reports["run@1"]
     assert report is not None
     check = next(iter(report.checks.values()))
@@ -67,7 +67,7 @@ def test_table_of_very_many_files_is_cut_and_says_so(workshop: Workshop, setting
 def test_a_good_report_needs_no_explanation(workshop: Workshop, settings: FlowsSettings) -> None:
     workshop.save(1)
     notes = Notes()
-    drain(workshop.catalog, settings, partial(verify_batch, workshop.catalog, settings, reporter=notes))
+    drain(workshop.catalog, settings, partial(verify_one, workshop.catalog, settings, reporter=notes))
     report = notes.reports["run@1"]
     assert report is not None
     assert judge(report) == ("verified", "")

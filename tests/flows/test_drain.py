@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 from catalog.catalog import Catalog
 from catalog.rows import VerifyLease
-from ckptlib.verify import VerifyReport
-from flows.drain import Outcome, Summary, Work, drain, next_lease, verify_batch, verify_one
+from ckptlib.verify import Batches, VerifyReport
+from flows.drain import Outcome, Summary, drain, next_lease, verify_one
 from flows.settings import FlowsSettings
 from tests.flows.workshop import Workshop, flip_a_byte
 
@@ -35,7 +35,7 @@ class Notes:
 
 
 def drained(catalog: Catalog, settings: FlowsSettings, notes: Notes | None = None) -> Summary:
-    return drain(catalog, settings, partial(verify_batch, catalog, settings, reporter=notes or Notes()))
+    return drain(catalog, settings, partial(verify_one, catalog, settings, reporter=notes or Notes()))
 
 
 def results(summary: Summary) -> dict[str, str]:
@@ -95,24 +95,55 @@ def test_progress_ends_at_all_bytes(workshop: Workshop, settings: FlowsSettings)
     assert done == total >= row.size
 
 
-def test_batches_end_after_their_share_of_files_or_bytes(workshop: Workshop, settings: FlowsSettings) -> None:
-    workshop.save(1, 2, 3, 4)
-    files = len(workshop.catalog.files(workshop.catalog.checkpoints()[0].id))
-    two_per_batch = settings.model_copy(update={"batch_files": 2 * files})
+def test_a_checkpoint_larger_than_a_batch_is_read_in_several_and_judged_as_one(
+    workshop: Workshop, settings: FlowsSettings
+) -> None:
+    (row,) = workshop.save(1, floats=5000)
+    bad = workshop.data_file(row)
+    flip_a_byte(bad)
+    ran: list[str] = []
+
+    def run(label: str, work: Callable[[], None]) -> None:
+        work()
+        ran.append(label)
+
     lease = next_lease(workshop.catalog, settings, run=None, handled=())
     assert lease is not None
-    outcomes = verify_batch(workshop.catalog, two_per_batch, lease, (), Notes())
-    assert [outcome.name for outcome in outcomes] == ["run@4", "run@3"]
-    one_per_batch = settings.model_copy(update={"batch_size": 1})
-    lease = next_lease(workshop.catalog, settings, run=None, handled=())
+    notes = Notes()
+    outcome = verify_one(workshop.catalog, settings, lease, notes, batches=Batches(1 << 30, 3, run))
+    report = notes.reports["run@1"]
+    assert report is not None
+    assert len(ran) > 1
+    assert all(int(label.partition(" ")[0]) <= 3 for label in ran)
+    assert outcome.result == "corrupt"
+    assert [name for name, verdict in report.files.items() if verdict == "digest"] == [bad.name]
+    assert {file.path for file in workshop.catalog.files(row.id)} <= report.files.keys()
+    assert notes.seen[-1][0] == notes.seen[-1][1]
+
+
+def test_a_lease_that_is_lost_between_two_batches_stops_the_work(workshop: Workshop, settings: FlowsSettings) -> None:
+    (row,) = workshop.save(1)
+    short = settings.model_copy(update={"lease_ttl": 1.0})
+    ran: list[str] = []
+
+    def run(label: str, work: Callable[[], None]) -> None:
+        ran.append(label)
+        if len(ran) == 2:
+            time.sleep(1.1)
+            assert next_lease(workshop.catalog, settings, run=None, handled=()) is not None
+        work()
+
+    lease = next_lease(workshop.catalog, short, run=None, handled=())
     assert lease is not None
-    assert len(verify_batch(workshop.catalog, one_per_batch, lease, (), Notes())) == 1
+    outcome = verify_one(workshop.catalog, short, lease, Notes(), batches=Batches(1, 1, run))
+    assert outcome.result == "lost"
+    assert len(ran) == 2
+    assert workshop.verdict(row) == "unverified"
 
 
 def test_drain_of_one_run_leaves_the_others_alone(workshop: Workshop, settings: FlowsSettings) -> None:
     (mine,), (other,) = workshop.save(1, run="team/mine x"), workshop.save(1, run="other")
-    reporter = Notes()
-    work = partial(verify_batch, workshop.catalog, settings, reporter=reporter, run="team/mine x")
+    work = partial(verify_one, workshop.catalog, settings, reporter=Notes())
     drain(workshop.catalog, settings, work, run="team/mine x")
     assert (workshop.verdict(mine), workshop.verdict(other)) == ("verified", "unverified")
 
@@ -178,12 +209,11 @@ def test_one_checkpoint_that_cannot_be_handled_keeps_no_other_from_being_verifie
     """An unknown level is our error, not the bytes': no verdict, and the drain goes on."""
     old, new = workshop.save(1, 2)
 
-    def work(lease: VerifyLease, handled: frozenset[int]) -> Sequence[Outcome]:
+    def work(lease: VerifyLease) -> Outcome:
         level = "no such level" if lease.checkpoint_id == new.id else None
-        return [verify_one(workshop.catalog, settings, lease, Notes(), level=level)]
+        return verify_one(workshop.catalog, settings, lease, Notes(), level=level)
 
-    checked: Work = work
-    summary = drain(workshop.catalog, settings, checked)
+    summary = drain(workshop.catalog, settings, work)
     assert results(summary) == {"run@2": "failed", "run@1": "verified"}
     assert (workshop.verdict(old), workshop.verdict(new)) == ("verified", "unverified")
     assert "no such level" in str(summary)
