@@ -32,6 +32,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptlib import Checkpointer, Restored
+from ckptlib.events import Notice, NoticeHandler
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,15 @@ def train(config: TrainConfig) -> list[float]:
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         flops_per_iteration = 6.0 * parameter_count(config) * config.global_batch * config.context
 
-        checkpointer = open_checkpointer(config, place)
-        try:
+        notices: list[Notice] = []
+        with open_checkpointer(config, place, notices.append) as checkpointer:
             restored = checkpointer.restore(state, missing="start")
             journal.resumed(restored, checkpointer.attempt)
-            start = restored.iteration if restored.found else 0
-            consumed = int(restored.progress["consumed_samples"]) if restored.found else 0
+            consumed = int(restored.progress.get("consumed_samples", 0))
+            if any(notice.name == "rng_reseeded" for notice in notices):
+                seed_dropout(config, place, consumed)
             losses = []
-            for iteration in range(start + 1, config.steps + 1):
+            for iteration in range(restored.iteration + 1, config.steps + 1):
                 lr = float(scheduler.get_last_lr()[0])
                 loss = train_step(model, optimizer, batches, consumed, place)
                 scheduler.step()
@@ -96,29 +98,35 @@ def train(config: TrainConfig) -> list[float]:
                 )
                 if saved is not None:
                     journal.saved(iteration, saved.seconds)
-        finally:
-            checkpointer.close()
         journal.finished(config.steps, model, optimizer)
         return losses
 
 
-def open_checkpointer(config: TrainConfig, place: Parallel) -> Checkpointer:
+def open_checkpointer(config: TrainConfig, place: Parallel, on_event: NoticeHandler) -> Checkpointer:
     """The checkpointer of this run; with a catalog, it records there and asks it where to resume."""
-    if config.catalog is None:
-        return Checkpointer(
-            config.root, run=config.run_name, topology=place.topology, save_interval=config.save_interval
-        )
-    # Imported here: without a catalog, the trainer needs no database library.
-    from catalog import Recorder, ResumeResolver
+    plugged: dict[str, Any] = {}
+    if config.catalog is not None:
+        # Imported here: without a catalog, the trainer needs no database library.
+        from catalog import Recorder, ResumeResolver
 
+        recorder = Recorder(config.catalog, notify_url=config.notify)
+        plugged = {"resolver": ResumeResolver(config.catalog), "listeners": [recorder]}
     return Checkpointer(
         config.root,
         run=config.run_name,
         topology=place.topology,
         save_interval=config.save_interval,
-        resolver=ResumeResolver(config.catalog),
-        listeners=[Recorder(config.catalog, notify_url=config.notify)],
+        on_event=on_event,
+        **plugged,
     )
+
+
+def seed_dropout(config: TrainConfig, place: Parallel, consumed: int) -> None:
+    """Ranks of one replica must drop the same elements, replicas others: the seed knows the replica, not the rank.
+
+    Also after a resume on another topology, where no saved random state fits and each rank was given its own.
+    """
+    torch.manual_seed(config.seed + 1 + place.dp_rank + consumed * place.topology.dp)
 
 
 def build(config: TrainConfig, place: Parallel) -> tuple[GPT, torch.optim.AdamW, LambdaLR]:
@@ -136,8 +144,7 @@ def build(config: TrainConfig, place: Parallel) -> tuple[GPT, torch.optim.AdamW,
     )
     if place.tp_mesh is not None:
         tensor_parallel(model, place.tp_mesh)
-    # Ranks of one replica drop the same elements, replicas drop others.
-    torch.manual_seed(config.seed + 1 + place.dp_rank)
+    seed_dropout(config, place, 0)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -187,19 +194,18 @@ class Journal:
 
     def resumed(self, restored: Restored, attempt: int) -> None:
         """Says where training starts."""
-        iteration = restored.iteration if restored.found else 0
         if restored.found:
-            self._say(f"resumed from step {iteration}: {restored.url} ({restored.reason})")
+            self._say(f"resumed from step {restored.iteration}: {restored.url} ({restored.reason})")
         else:
             self._say("starting from step 0: the run has no checkpoint yet")
         self._append(
             {
                 "event": "resumed" if restored.found else "started",
                 "attempt": attempt,
-                "iteration": iteration,
+                "iteration": restored.iteration,
                 "topology": self._topology,
-                "url": restored.url if restored.found else None,
-                "save_id": restored.save_id if restored.found else None,
+                "url": restored.url,
+                "save_id": restored.save_id,
                 "reason": restored.reason,
             }
         )
