@@ -26,7 +26,7 @@ from ckptlib.errors import (
     StaleWriteError,
     StorageUnavailableError,
 )
-from ckptlib.verify import Batches, VerifyReport, verify
+from ckptlib.verification import Batches, VerifyReport, verify
 
 log = logging.getLogger("catalog")
 

@@ -2,18 +2,27 @@
 
 The trainer-side library: `save`, `load`, `read`, `inspect` and `verify` work on one iteration directory;
 `Checkpointer` is the facade that a training job holds for a whole run.
+
+Names are imported when they are first used: the catalog and the command line take errors and records from here
+without waiting for torch.
 """
 
-from ckptlib.api import save
-from ckptlib.checkpointer import Checkpointer
-from ckptlib.inspect import CheckpointInfo, inspect
-from ckptlib.reader import LoadReport, load, read
-from ckptlib.restoring import Restored
-from ckptlib.rng import RngTracker
-from ckptlib.saving import SaveResult
-from ckptlib.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ckptlib.topology import Topology
-from ckptlib.verify import VerifyReport, verify
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptlib.api import save
+    from ckptlib.checkpointer import Checkpointer
+    from ckptlib.inspection import CheckpointInfo, inspect
+    from ckptlib.reader import LoadReport, load, read
+    from ckptlib.restoring import Restored
+    from ckptlib.rng import RngTracker
+    from ckptlib.saving import SaveResult
+    from ckptlib.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
+    from ckptlib.topology import Topology
+    from ckptlib.verification import VerifyReport, verify
 
 __all__ = [
     "CheckpointInfo",
@@ -33,3 +42,34 @@ __all__ = [
     "save",
     "verify",
 ]
+
+_HOMES = {
+    "CheckpointInfo": "inspection",
+    "Checkpointer": "checkpointer",
+    "LoadReport": "reader",
+    "LocalNonpersistentObject": "sharding",
+    "Restored": "restoring",
+    "RngTracker": "rng",
+    "SaveResult": "saving",
+    "ShardedObject": "sharding",
+    "ShardedTensor": "sharding",
+    "Topology": "topology",
+    "VerifyReport": "verification",
+    "inspect": "inspection",
+    "load": "reader",
+    "read": "reader",
+    "save": "api",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -71,25 +71,27 @@ def save(
             f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
             "Pass single_writer=True if you are sure that only this job writes here."
         )
-    tree = parts_of(state, contents)
-    begin = Begin(
-        save_id="",
-        run=run,
-        attempt=0,
-        attempt_id=uuid.uuid4().hex,
-        iteration=iteration,
-        world_size=1,
-        plan_digest="",
-        kind=kind,
-        semantic_type=semantic_type,
-        format=format,
-        io_mode=io_mode,
-        topology=topology,
-        contents=tuple(sorted(content_names(tree))),
-        progress=numbers_of("progress", progress or {}),
-        metrics=numbers_of("metrics", metrics or {}),
-    )
-    result, _, _ = run_save(
-        new_group(timeout=timeout, name="bare"), SaveRequest(storage, path, begin, flatten(tree), on_exists)
-    )
+
+    def prepare() -> SaveRequest:
+        tree = parts_of(state, contents)
+        begin = Begin(
+            save_id="",
+            run=run,
+            attempt=0,
+            attempt_id=uuid.uuid4().hex,
+            iteration=iteration,
+            world_size=1,
+            plan_digest="",
+            kind=kind,
+            semantic_type=semantic_type,
+            format=format,
+            io_mode=io_mode,
+            topology=topology,
+            contents=tuple(sorted(content_names(tree))),
+            progress=numbers_of("progress", progress or {}),
+            metrics=numbers_of("metrics", metrics or {}),
+        )
+        return SaveRequest(storage, path, begin, flatten(tree), on_exists)
+
+    result, _, _ = run_save(new_group(timeout=timeout, name="bare"), prepare)
     return result

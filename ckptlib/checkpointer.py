@@ -6,6 +6,7 @@ settled, and only then may `restore` choose a resume point.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -111,7 +112,10 @@ class Checkpointer:
                 "both commit. Pass single_writer=True if you are sure that only this job writes here."
             )
         self._group.next_round()
-        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait))
+        settled: list[CommitEvent] = []
+        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, settled))
+        for event in settled:
+            self._tell(functools.partial(_tell_of_commit, event))
 
     @property
     def attempt(self) -> int:
@@ -233,55 +237,59 @@ class Checkpointer:
             CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
         """
         self._check_open()
-        if kind not in _KINDS:
-            raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-        chosen = self._contents if contents is None else contents
-        tree: dict[str, Any] = parts_of(state, chosen)
-        clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
-        if clash:
-            raise StateError(f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it")
-        names = content_names(tree)
-        rank, world_size = self._group.rank, self._group.world_size
-        numbers = numbers_of("progress", progress or {})
-        tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}
-        if "flops" in numbers:
-            tree["num_floating_point_operations_so_far"] = numbers["flops"]
-        if args is not None:
-            tree["args"] = args
-            names.add("args")
-        if rerun_state is not None:
-            tree[RERUN_KEY] = ShardedObject(RERUN_KEY, rerun_state, (world_size,), (rank,))
-            names.add("rerun_state")
-        if chosen is None or "rng" in chosen:
-            tree |= rng.sharded(rng.capture(self._rng_tracker), rank, world_size, self.topology)
-            names.add("rng")
-        begin = Begin(
-            save_id="",
-            run=self.run,
-            attempt=self.attempt,
-            attempt_id=self._attempt.attempt_id,
-            iteration=iteration,
-            world_size=world_size,
-            plan_digest="",
-            kind=kind,
-            topology=self.topology,
-            contents=tuple(sorted(names)),
-            progress=numbers,
-            metrics=numbers_of("metrics", metrics or {}),
-            parent=self._parent,
-        )
-        path = roots.iteration_path(self._root, iteration, kind)
-        request = SaveRequest(
-            self._storage,
-            path,
-            begin,
-            flatten(tree),
-            on_exists,
-            lambda: roots.newest_attempt(self._storage, self._root),
-        )
-        result, decision, begin = run_save(self._group, request)
-        if rank == 0:
-            self._after_commit(path, begin, decision)
+
+        def prepare() -> SaveRequest:
+            if kind not in _KINDS:
+                raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+            chosen = self._contents if contents is None else contents
+            tree: dict[str, Any] = parts_of(state, chosen)
+            clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
+            if clash:
+                raise StateError(
+                    f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it"
+                )
+            names = content_names(tree)
+            rank, world_size = self._group.rank, self._group.world_size
+            numbers = numbers_of("progress", progress or {})
+            tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}
+            if "flops" in numbers:
+                tree["num_floating_point_operations_so_far"] = numbers["flops"]
+            if args is not None:
+                tree["args"] = args
+                names.add("args")
+            if rerun_state is not None:
+                tree[RERUN_KEY] = ShardedObject(RERUN_KEY, rerun_state, (world_size,), (rank,))
+                names.add("rerun_state")
+            if chosen is None or "rng" in chosen:
+                tree |= rng.sharded(rng.capture(self._rng_tracker), rank, world_size, self.topology)
+                names.add("rng")
+            begin = Begin(
+                save_id="",
+                run=self.run,
+                attempt=self.attempt,
+                attempt_id=self._attempt.attempt_id,
+                iteration=iteration,
+                world_size=world_size,
+                plan_digest="",
+                kind=kind,
+                topology=self.topology,
+                contents=tuple(sorted(names)),
+                progress=numbers,
+                metrics=numbers_of("metrics", metrics or {}),
+                parent=self._parent,
+            )
+            return SaveRequest(
+                self._storage,
+                roots.iteration_path(self._root, iteration, kind),
+                begin,
+                flatten(tree),
+                on_exists,
+                lambda: roots.newest_attempt(self._storage, self._root),
+            )
+
+        result, decision, begin = run_save(self._group, prepare)
+        if self._group.rank == 0:
+            self._after_commit(roots.iteration_path(self._root, begin.iteration, begin.kind), begin, decision)
         self._parent = begin.save_id
         return result
 
@@ -307,35 +315,50 @@ class Checkpointer:
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
-    def _open(self, settle_wait: float) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
+    def _open(self, settle_wait: float, committed: list[CommitEvent]) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
         attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, self._tracker)
-        for line in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
-            emit(self._on_event, Notice("settled", line))
+        for settled in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
+            emit(self._on_event, Notice("settled", str(settled)))
+            if settled.decision is not None and settled.decision.outcome == "commit":
+                # Nobody else was left to tell of it: its own attempt is gone.
+                event = self._commit_event(identity, settled.found.path, settled.save_id, settled.decision)
+                if event is not None:
+                    committed.append(event)
         if self._tracker == "committed":
             roots.write_tracker(self._storage, self._root, may_write=lambda: not self._fenced(attempt.number))
         return identity, attempt
 
     def _after_commit(self, path: str, begin: Begin, decision: Decision) -> None:
         """W6: tracker, listeners; after reading back. None of it can fail the training."""
-        try:
-            save = commit.read_save(self._storage, path, begin.save_id)
-            manifest = commit.read_manifest(self._storage, path, save)
-            self._announce()
-            if self._tracker == "committed":
-                self._move_tracker(begin)
-            event = CommitEvent(
-                url=self._storage.url(path),
-                root_url=self.root,
-                root_id=self._identity.root_id,
-                manifest=manifest,
-                manifest_sha256=decision.manifest_sha256 or "",
-                decision=decision,
-            )
-        except (OSError, CkptError):
-            log.exception("%s: committed; telling others failed", self._storage.url(path))
+        event = self._commit_event(self._identity, path, begin.save_id, decision)
+        if event is None:
             return
-        self._tell(lambda listener: listener.committed(event))
+        self._announce()
+        if self._tracker == "committed":
+            try:
+                self._move_tracker(begin)
+            except OSError:
+                log.exception("%s: committed; its tracker could not be moved", self._storage.url(path))
+        self._tell(functools.partial(_tell_of_commit, event))
+
+    def _commit_event(
+        self, identity: roots.RootIdentity, path: str, save_id: str, decision: Decision
+    ) -> CommitEvent | None:
+        """What listeners are told of a commit, read back from storage; None when that fails."""
+        try:
+            manifest = commit.read_manifest(self._storage, path, commit.read_save(self._storage, path, save_id))
+        except (OSError, CkptError):
+            log.exception("%s: committed; reading it back failed", self._storage.url(path))
+            return None
+        return CommitEvent(
+            url=self._storage.url(path),
+            root_url=self.root,
+            root_id=identity.root_id,
+            manifest=manifest,
+            manifest_sha256=decision.manifest_sha256 or "",
+            decision=decision,
+        )
 
     def _move_tracker(self, begin: Begin) -> None:
         """Forward within this attempt only; a release or an earlier iteration leaves it."""
@@ -378,6 +401,10 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer is closed")
+
+
+def _tell_of_commit(event: CommitEvent, listener: CommitListener) -> None:
+    listener.committed(event)
 
 
 def numbers_of(what: str, values: Mapping[str, Any]) -> dict[str, float]:

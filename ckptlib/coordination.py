@@ -11,7 +11,6 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from ckptlib.errors import CkptError, CoordinationError, RankFailedError, RankTi
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.5
+MAX_PAUSE = 0.5
+"""Seconds between two looks at most. A pause is a twentieth of the wait so far: a short wait ends in time, a long one
+is no load on the store. `Store.wait` would do the same, but it logs a warning on every rank for each interval."""
 
 
 class Group(Protocol):
@@ -100,16 +101,13 @@ class StoreGroup:
             self._set(f"{name}/{self.rank}", value)
             return None
         values = {0: value}
-        deadline = time.monotonic() + self._timeout
         waiting = list(range(1, self.world_size))
+        started = time.monotonic()
         while waiting:
-            arrived = [rank for rank in waiting if self._check(f"{name}/{rank}")]
-            for rank in arrived:
+            for rank in [rank for rank in waiting if self._check(f"{name}/{rank}")]:
                 values[rank] = self._get(f"{name}/{rank}")
             waiting = [rank for rank in waiting if rank not in values]
-            if not waiting:
-                break
-            if not arrived and not self._wait(f"{name}/{waiting[0]}", deadline) and time.monotonic() >= deadline:
+            if waiting and not _pause(started, self._timeout):
                 raise RankTimeoutError(
                     f"{name}: no answer from rank {', '.join(map(str, waiting))} within {self._timeout:g} s. "
                     "It died, hangs, or does not take part in this operation.",
@@ -127,9 +125,9 @@ class StoreGroup:
             self._set(name, value)
             return value
         # Rank 0 may itself wait one whole timeout for others before it can answer.
-        deadline = time.monotonic() + 2 * self._timeout
-        while not self._wait(name, deadline):
-            if time.monotonic() >= deadline:
+        started = time.monotonic()
+        while not self._check(name):
+            if not _pause(started, 2 * self._timeout):
                 raise RankTimeoutError(
                     f"{name}: no answer from rank 0 within {2 * self._timeout:g} s. It died or hangs.", ranks=[0]
                 )
@@ -148,22 +146,20 @@ class StoreGroup:
     def _check(self, name: str) -> bool:
         return self._guard(lambda: self._store.check([f"{self._round}/{name}"]))
 
-    def _wait(self, name: str, deadline: float) -> bool:
-        """Waits a short while, so that a signal or a deadline is noticed."""
-        seconds = max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))
-        try:
-            self._store.wait([f"{self._round}/{name}"], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return False
-        except (dist.DistNetworkError, ConnectionError) as error:
-            raise CoordinationError(_LOST.format(error)) from error
-        return True
-
     def _guard(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
             raise CoordinationError(_LOST.format(error)) from error
+
+
+def _pause(started: float, timeout: float) -> bool:
+    """Sleeps a little; False, at once, when the time is over."""
+    waited = time.monotonic() - started
+    if waited >= timeout:
+        return False
+    time.sleep(min(max(waited / 20, 0.0005), MAX_PAUSE, timeout - waited))
+    return True
 
 
 _LOST = "the job's store is gone ({}): the process that hosts it (rank 0, or the launcher's agent) died"

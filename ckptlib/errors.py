@@ -50,8 +50,9 @@ class CkptError(Exception):
     exit_code: int = 1
 
     def __str__(self) -> str:
-        # OSError and KeyError reformat their arguments; a message is a sentence and stays one.
-        return str(self.args[0]) if self.args else self.__class__.__name__
+        # OSError and KeyError reformat their arguments; a message is a sentence and stays one. An error number may
+        # stand before it.
+        return next((arg for arg in self.args if isinstance(arg, str)), type(self).__name__)
 
 
 class NotACheckpointError(CkptError, FileNotFoundError):

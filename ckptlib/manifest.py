@@ -78,7 +78,7 @@ class Begin:
         contents: names of the parts that are saved, sorted: model, optimizer, scheduler, rng, ...
         progress: consumed samples, lr, scheduler step, FLOPs: numbers a resume needs.
         metrics: user metrics; may hold non-finite values.
-        parent: save id that this attempt resumed from.
+        parent: the save that this one continues: the attempt's previous save, or the one it resumed from.
         replaces: save ids in the same directory that this one supersedes when it commits.
         created_at: seconds since the epoch, UTC, by the writer's clock: shown, never decided on.
     """

@@ -122,8 +122,7 @@ class PreparedLoad:
 
     def requested(self) -> bytes:
         """One bit per stored key: whether this rank requests it."""
-        flat = self.flat
-        wanted = {leaf.key for leaf in [*flat.tensors, *flat.objects, *flat.values]}
+        wanted = {leaf.key for leaf in self.flat.tensors} | self.flat.object_keys()
         return np.packbits([key in wanted for key in self._stored_keys()]).tobytes()
 
     def unexpected(self, requests: Sequence[bytes]) -> list[str]:
@@ -229,7 +228,7 @@ def prepare_load(
     report = LoadReport(source.url, source.save_id)
     report.missing = sorted(
         {leaf.key for leaf in flat.tensors if leaf.key not in source.index}
-        | {leaf.key for leaf in [*flat.objects, *flat.values] if not source.index.has_object(leaf.key)}
+        | {key for key in flat.object_keys() if not source.index.has_object(key)}
     )
     return PreparedLoad(source, flat, ignore, report)
 
@@ -340,7 +339,7 @@ def _plan_leaf(index: ItemIndex, leaf: TensorLeaf, url: str) -> Iterator[_Read]:
 
 
 def _verify_first(source: Source, level: str) -> None:
-    from ckptlib.verify import verify as verify_checkpoint
+    from ckptlib.verification import verify as verify_checkpoint
 
     result = verify_checkpoint(source.url, level=level, save_id=source.save_id)
     if not result.ok:

@@ -99,11 +99,11 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
         CkptError: as `ckptlib.load`.
     """
     contents, choice = request.contents, request.choice
-    wanted = parts_of(state, contents)
     extras: _Extras | None = None
 
     def prepare() -> PreparedLoad:
         nonlocal extras
+        wanted = parts_of(state, contents)
         source = open_source(choice.url, save_id=choice.save_id, storage_options=request.storage_options)
         stored_parts = () if source.manifest is None else source.manifest.begin.contents
         left_out = {*state, *stored_parts} - {*wanted} if contents is not None else set()

@@ -61,7 +61,7 @@ def newest_verifying(
     Raises:
         NoResumePointError: there are some, and none verifies; with the reason for each.
     """
-    from ckptlib.verify import verify
+    from ckptlib.verification import verify
 
     usable = [
         found

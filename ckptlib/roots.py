@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ckptlib import commit, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
-from ckptlib.manifest import Kind
+from ckptlib.manifest import Decision, Kind
 from ckptlib.topology import Topology
 
 log = logging.getLogger("ckptlib")
@@ -310,14 +310,27 @@ def newest_committed(storage: st.Storage, root: str, *, at: int | None = None) -
 # --- settling and trackers --------------------------------------------------------------------------------------------
 
 
-def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -> list[str]:
+@dataclass(frozen=True)
+class Settled:
+    """What `settle` did with one save: committed or aborted it, or finished its deletion."""
+
+    found: Found
+    save_id: str
+    decision: Decision | None
+
+    def __str__(self) -> str:
+        what = "deletion finished" if self.decision is None else self.decision.outcome
+        return f"{self.found.name} save {self.save_id}: {what}"
+
+
+def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
     A complete save is committed; an incomplete one is given `wait` seconds to become complete, then aborted.
     Saves outside any attempt (number 0) belong to nobody's run and are left alone.
 
     Returns:
-        What was done, one line each.
+        What was done.
     """
     done = []
     deadline = time.monotonic() + wait
@@ -327,7 +340,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
             commit.bury(storage, found.path, save.save_id)
-            done.append(f"{found.name} save {save.save_id}: deletion finished")
+            done.append(Settled(found, save.save_id, None))
             continue
         if save.begin is None or not 0 < save.begin.attempt < attempt:
             continue
@@ -340,7 +353,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
                 missing = commit.read_records(storage, found.path, save.begin).missing
                 reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished"
                 decision = commit.decide_abort(storage, found.path, save.save_id, reason=reason, decided_by="settle")
-            done.append(f"{found.name} save {save.save_id}: {decision.outcome}")
+            done.append(Settled(found, save.save_id, decision))
     for path in sorted({found.path for found in scan(storage, root).found if found.state == "committed"}):
         commit.roll_forward(storage, path)
     return done

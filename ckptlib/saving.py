@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from ckptlib import commit, formats
 from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, lead
-from ckptlib.errors import CheckpointExistsError, FencedError, IntegrityError, SaveAbortedError
+from ckptlib.errors import CheckpointExistsError, FencedError, IntegrityError, SaveAbortedError, StateError
 from ckptlib.index import items_to_json
 from ckptlib.manifest import Begin, Decision, RankRecord
 from ckptlib.plan import LocalPlan, TensorPiece, WritePlan, make_write_plan, values_digest
@@ -66,6 +66,10 @@ class SaveRequest:
     on_exists: str = "error"
     newest_attempt: Callable[[], int] | None = None
 
+    def __post_init__(self) -> None:
+        if self.on_exists not in ("error", "replace"):
+            raise StateError(f"on_exists={self.on_exists!r}: expected 'error' or 'replace'")
+
 
 def describe(flat: FlatState) -> LocalPlan:
     """Metadata of this rank's leaves."""
@@ -79,8 +83,11 @@ def describe(flat: FlatState) -> LocalPlan:
     )
 
 
-def run_save(group: Group, request: SaveRequest) -> tuple[SaveResult, Decision, Begin]:
+def run_save(group: Group, prepare: Callable[[], SaveRequest]) -> tuple[SaveResult, Decision, Begin]:
     """Saves and commits. Collective: every rank calls it, in the same order.
+
+    Args:
+        prepare: makes this rank's request. It runs inside, so that what it raises is at once known on all ranks.
 
     Raises:
         CheckpointExistsError: W9, before any byte is written.
@@ -92,16 +99,17 @@ def run_save(group: Group, request: SaveRequest) -> tuple[SaveResult, Decision, 
     started = time.perf_counter()
     group.next_round()
     clock = _Phases(started)
-    local: LocalPlan | None = None
+    prepared: tuple[SaveRequest, LocalPlan] | None = None
 
     def plan_locally() -> LocalPlan:
-        nonlocal local
-        local = describe(request.flat)
-        return local
+        nonlocal prepared
+        request = prepare()
+        prepared = request, describe(request.flat)
+        return prepared[1]
 
     local_plans = agree(group, "plan", plan_locally)
-    assert local is not None  # else `agree` has raised
-    values = local.values
+    assert prepared is not None  # else `agree` has raised
+    request, values = prepared[0], prepared[1].values
     begin, plan = lead(group, "begin", lambda: _begin(request, local_plans or [], group.world_size))
     clock.mark("plan")
     try:

@@ -103,6 +103,10 @@ class FlatState:
     finishers: list[Callable[[], None]] = field(default_factory=list)
     lists: dict[Path, int] = field(default_factory=dict)
 
+    def object_keys(self) -> set[str]:
+        """Names of the sharded objects and plain values."""
+        return {leaf.key for leaf in self.objects} | {leaf.key for leaf in self.values}
+
     def common(self) -> dict[str, Any]:
         """The plain values as a nested dict: the common state that Megatron readers expect.
 

@@ -52,5 +52,7 @@ def _digest_pieces(value: Any) -> Iterator[bytes]:
             yield bytes(value)
         case _ if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
             yield from _digest_pieces(vars(value))
+        case _ if repr(value) == object.__repr__(value) or (callable(value) and not isinstance(value, type)):
+            return  # its text has an address in it, and no rank can save it anyway: the writer says so
         case _:
             yield repr(value).encode()

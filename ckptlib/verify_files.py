@@ -153,6 +153,10 @@ class Batches:
     run: Callable[[str, Callable[[], None]], None] = _run_here
 
 
+class _StoppedError(Exception):
+    """Another thread of the same check failed: its error is the one that is raised."""
+
+
 class FileChecker:
     """Checks files of one directory with a few threads.
 
@@ -212,6 +216,7 @@ class FileChecker:
         expected: Mapping[str, Expected],
         checks: dict[str, FileCheck],
     ) -> None:
+        self._stopped.clear()  # whoever runs a batch may run it again after an error
         with ThreadPoolExecutor(self._threads, thread_name_prefix="ckptlib-verify") as pool:
             try:
                 found = pool.map(lambda name: self._check(name, sizes[name], expected[name]), names)
@@ -259,7 +264,7 @@ class FileChecker:
         tail = b""
         for start in range(0, size, BLOCK_BYTES):
             if self._stopped.is_set():
-                break
+                raise _StoppedError
             block = buffer[: min(BLOCK_BYTES, size - start)]
             self._storage.read_into(file, [(start, block)])
             whole.update(block)

@@ -17,7 +17,7 @@ from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, Uncom
 from ckptlib.formats import torch_dist
 from ckptlib.formats.metadata import METADATA, to_index
 from ckptlib.index import ItemIndex
-from ckptlib.inspect import list_files
+from ckptlib.inspection import list_files
 from ckptlib.safe_pickle import check_object, load_metadata
 from ckptlib.verify_files import (
     Expected,

@@ -14,7 +14,7 @@ from ckptlib import commit, records
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, VersionError
 from ckptlib.index import ItemIndex
-from ckptlib.inspect import list_files
+from ckptlib.inspection import list_files
 from ckptlib.manifest import Decision, FileEntry, Manifest
 from ckptlib.safe_pickle import check_object, load_metadata
 from ckptlib.verify_files import Expected, FileCheck, FileChecker, Findings, check_bytes, damaged, read_small

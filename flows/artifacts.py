@@ -15,7 +15,7 @@ from prefect.artifacts import create_progress_artifact, create_table_artifact, u
 from prefect.context import FlowRunContext, TaskRunContext
 
 from catalog.rows import VerifyLease
-from ckptlib.verify import VerifyReport
+from ckptlib.verification import VerifyReport
 from flows.drain import Outcome
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from flows.catalogue import DEPLOYMENTS, DeploymentSpec, find
 
 if TYPE_CHECKING:
     from catalog.rows import VerifyLease
-    from ckptlib.verify import VerifyReport
+    from ckptlib.verification import VerifyReport
     from flows.drain import Outcome, Summary
     from flows.requests import VerifyRequest
     from flows.settings import FlowsSettings

@@ -18,7 +18,7 @@ from catalog.catalog import Catalog, default_actor
 from catalog.rows import VerifyLease
 from catalog.verification import verify_leased
 from ckptlib.errors import LeaseHeldError, StaleWriteError, StorageError
-from ckptlib.verify import Batches, VerifyReport
+from ckptlib.verification import Batches, VerifyReport
 from flows.settings import FlowsSettings, GrantingLevel
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from prefect.states import Completed, Failed
 
 from catalog.catalog import Catalog
 from catalog.rows import VerifyLease
-from ckptlib.verify import Batches
+from ckptlib.verification import Batches
 from flows.artifacts import PrefectReporter
 from flows.drain import Outcome, Summary, drain, verify_one
 from flows.process import die_with_runner

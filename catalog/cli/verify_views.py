@@ -14,7 +14,7 @@ from catalog.cli.lookup import command
 from catalog.cli.views import FILE_CLASSES, file_classes
 
 if TYPE_CHECKING:
-    from ckptlib.verify import VerifyReport
+    from ckptlib.verification import VerifyReport
 
 GRANTING = ("store", "data")
 """Levels after which a checkpoint is verified (V3)."""

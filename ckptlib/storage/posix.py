@@ -12,7 +12,7 @@ import errno
 import os
 import stat as stat_module
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.errors import StorageError
 from ckptlib.storage import base
@@ -121,7 +121,8 @@ class PosixStorage:
         make_directory(directory)
         temporary = base.join(directory, f".{base.basename(path)}.{uuid.uuid4().hex}.tmp")
         try:
-            with open(temporary, "xb", buffering=0) as file:  # closing may raise: quota errors of write-back
+            # Closing may raise: quota errors of write-back.
+            with _naming(path), open(temporary, "xb", buffering=0) as file:
                 _write_all(file.fileno(), data)
                 os.fsync(file.fileno())
         except BaseException:
@@ -156,11 +157,12 @@ class PosixWriteStream:
 
     def finish(self) -> Written:
         """fsync of the file, then of its directory."""
-        try:
-            self._write_small()
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        with _naming(self._path):
+            try:
+                self._write_small()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
         sync_directory(base.parent(self._path))
         return Written(self._size, self._hasher.digest())
 
@@ -178,11 +180,23 @@ class PosixWriteStream:
 
     def _write_block(self, block: memoryview) -> None:
         self._hasher.update(block)
-        _write_all(self._file.fileno(), block)
+        with _naming(self._path):
+            _write_all(self._file.fileno(), block)
         self._size += len(block)
         if self._size - self._flushed >= FLUSH_BYTES:
             _start_writeback(self._file.fileno(), self._flushed, self._size - self._flushed)
             self._flushed = self._size
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Calls on descriptors fail without saying for which file; a full disk must name one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and not isinstance(error, StorageError):
+            error.filename = path
+        raise
 
 
 def make_directory(path: str) -> None:
@@ -202,7 +216,8 @@ def sync_directory(path: str) -> None:
     """fsync of a directory: makes names in it durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with _naming(path):
+            os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have no directory fsync
             raise
@@ -215,7 +230,8 @@ def _read_group(fd: int, path: str, offset: int, buffers: Sequence[memoryview]) 
     waiting = [buffer.cast("B") for buffer in reversed(buffers) if len(buffer)]
     while waiting:
         batch = waiting[: -IOV_MAX - 1 : -1]
-        count = os.preadv(fd, batch, offset)
+        with _naming(path):
+            count = os.preadv(fd, batch, offset)
         if count == 0:
             lacking = sum(map(len, waiting))
             raise StorageError(errno.EIO, f"{path}: ends at byte {offset}; {lacking} more bytes were expected")

@@ -15,7 +15,7 @@ from catalog import Catalog, Recorder, ResumeResolver, verification
 from catalog.rows import VerifyLease
 from catalog.verification import expected_digests, verify_leased
 from ckptlib.errors import LeaseHeldError, NoResumePointError, StorageUnavailableError
-from ckptlib.verify import VerifyReport
+from ckptlib.verification import VerifyReport
 from tests.catalog.samples import Clock, empty_catalog
 from tests.catalog.training import Training, flip_a_byte
 

@@ -21,7 +21,7 @@ from ckptlib.errors import CkptError, IntegrityError, UnsafePickleError
 from ckptlib.formats import torch_dist
 from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.sharding import Box
-from ckptlib.verify import verify
+from ckptlib.verification import verify
 from tests.support.foreign import copy_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

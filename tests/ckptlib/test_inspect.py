@@ -11,7 +11,7 @@ import ckptlib
 from ckptlib import commit
 from ckptlib import storage as storages
 from ckptlib.errors import IntegrityError, RecordError
-from ckptlib.inspect import topology_of
+from ckptlib.inspection import topology_of
 from ckptlib.sharding import Box, ShardedTensor
 
 

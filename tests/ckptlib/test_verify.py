@@ -24,7 +24,7 @@ from ckptlib.errors import NotACheckpointError, UncommittedError, UnsupportedErr
 from ckptlib.manifest import Manifest
 from ckptlib.sharding import ShardedObject, ShardedTensor
 from ckptlib.storage import PosixStorage
-from ckptlib.verify import VerifyReport, verify
+from ckptlib.verification import Batches, VerifyReport, verify
 
 
 def state() -> dict[str, Any]:
@@ -456,6 +456,25 @@ def test_an_error_in_progress_stops_the_verification(pristine: Path) -> None:
 
     with pytest.raises(UnsupportedError, match="lease lost"):
         verify(str(pristine), progress=lost)
+
+
+def test_a_batch_that_failed_can_be_run_again(pristine: Path) -> None:
+    """What stopped the first try must not look like damage in the second."""
+    calls: list[int] = []
+
+    def twice(label: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except UnsupportedError:
+            work()
+
+    def once(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == 1:
+            raise UnsupportedError("the scheduler was restarted")
+
+    report = verify(str(pristine), progress=once, batches=Batches(files=3, run=twice))
+    assert report.ok, report.problems
 
 
 def test_files_larger_than_a_block_are_hashed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

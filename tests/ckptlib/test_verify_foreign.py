@@ -18,7 +18,7 @@ import ckptlib
 from ckptlib import storage as storages
 from ckptlib.errors import NotACheckpointError, UncommittedError
 from ckptlib.formats import is_foreign_complete, sniff
-from ckptlib.verify import VerifyReport, verify
+from ckptlib.verification import VerifyReport, verify
 from tests.support.foreign import copy_of
 
 WITH_DIGESTS = "td0192_tp1pp1dp2_fr"

@@ -10,7 +10,7 @@ from functools import partial
 
 from catalog.catalog import Catalog
 from catalog.rows import VerifyLease
-from ckptlib.verify import Batches, VerifyReport
+from ckptlib.verification import Batches, VerifyReport
 from flows.drain import Outcome, Summary, drain, next_lease, verify_one
 from flows.settings import FlowsSettings
 from tests.flows.workshop import Workshop, flip_a_byte
