@@ -73,7 +73,7 @@ class StoreGroup:
         self.rank = rank
         self.world_size = world_size
         self._store = PrefixStore(prefix, store)
-        self._timeout = timeout
+        self.timeout = timeout
         self._round = 0
         self._old_keys: list[str] = []
         self._keys: list[str] = []
@@ -107,9 +107,9 @@ class StoreGroup:
             for rank in [rank for rank in waiting if self._check(f"{name}/{rank}")]:
                 values[rank] = self._get(f"{name}/{rank}")
             waiting = [rank for rank in waiting if rank not in values]
-            if waiting and not _pause(started, self._timeout):
+            if waiting and not _pause(started, self.timeout):
                 raise RankTimeoutError(
-                    f"{name}: no answer from rank {', '.join(map(str, waiting))} within {self._timeout:g} s. "
+                    f"{name}: no answer from rank {', '.join(map(str, waiting))} within {self.timeout:g} s. "
                     "It died, hangs, or does not take part in this operation.",
                     ranks=waiting,
                 )
@@ -127,9 +127,9 @@ class StoreGroup:
         # Rank 0 may itself wait one whole timeout for others before it can answer.
         started = time.monotonic()
         while not self._check(name):
-            if not _pause(started, 2 * self._timeout):
+            if not _pause(started, 2 * self.timeout):
                 raise RankTimeoutError(
-                    f"{name}: no answer from rank 0 within {2 * self._timeout:g} s. It died or hangs.", ranks=[0]
+                    f"{name}: no answer from rank 0 within {2 * self.timeout:g} s. It died or hangs.", ranks=[0]
                 )
         return self._get(name)
 
@@ -181,6 +181,7 @@ def new_group(*, timeout: float, name: str | None = None) -> Group:
     known = _groups.get(name)
     if known is None or known[0] is not store:
         known = _groups[name] = (store, StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{name}"))
+    known[1].timeout = timeout
     return known[1]
 
 

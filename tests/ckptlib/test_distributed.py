@@ -444,9 +444,7 @@ def test_what_four_ranks_wrote_verifies(folder: Path, four: dict[str, str]) -> N
         assert info.manifest.begin.world_size == 4
 
 
-def save_and_load_over_a_file_store(rank: int, folder: str) -> str:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+def save_and_load(rank: int, folder: str) -> str:
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2))}
     for i in range(3):
         ckptlib.save(state, f"{folder}/{i}", iteration=i)
@@ -456,5 +454,5 @@ def save_and_load_over_a_file_store(rank: int, folder: str) -> str:
 
 def test_ranks_that_met_over_a_file_save_and_load(tmp_path: Path) -> None:
     """A FileStore cannot delete keys in time, and waits otherwise than a TCPStore."""
-    assert run_ranks(2, save_and_load_over_a_file_store, str(tmp_path)) == ["saved", "saved"]
+    assert run_ranks(2, save_and_load, str(tmp_path), store_file=str(tmp_path / "store")) == ["saved", "saved"]
     assert torch.equal(ckptlib.read(str(tmp_path / "2"))["w"], torch.tensor([0.0, 0.0, 1.0, 1.0]))

@@ -57,17 +57,20 @@ class Outcome:
         return self.error is None and self.exitcode == 0
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, store_file: str | None = None
+) -> list[Any]:
     """What `function(rank, *args)` returned on each rank, in order. All must succeed.
 
     Args:
         function: found by its name in its module, as `pickle` finds it.
         timeout: seconds for the function; the start of the processes has its own allowance.
+        store_file: the ranks meet over this file, not over a TCP store.
 
     Raises:
         AssertionError: a rank failed; with the traceback of each that did.
     """
-    outcomes = try_ranks(world_size, function, *args, timeout=timeout)
+    outcomes = try_ranks(world_size, function, *args, timeout=timeout, store_file=store_file)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     assert not failed, "\n".join(f"rank {o.rank} (exit code {o.exitcode}):\n{o.text}" for o in failed)
     return [outcome.value for outcome in outcomes]
@@ -104,7 +107,12 @@ def _each_check(rank: int, checks: list[Check], args: tuple[Any, ...]) -> dict[s
 
 
 def try_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, wait_for: int | None = None
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    wait_for: int | None = None,
+    store_file: str | None = None,
 ) -> list[Outcome]:
     """As `run_ranks`, for ranks that are meant to fail, die or hang.
 
@@ -122,7 +130,9 @@ def try_ranks(
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank_main, args=(sender, store.port, rank, world_size, timeout, function, args), daemon=True
+                target=_rank_main,
+                args=(sender, store_file or store.port, rank, world_size, timeout, function, args),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -166,7 +176,7 @@ def _collect(
 
 def _rank_main(
     sender: multiprocessing.connection.Connection,
-    port: int,
+    meeting_place: int | str,
     rank: int,
     world_size: int,
     timeout: float,
@@ -179,7 +189,11 @@ def _rank_main(
     faulthandler.dump_traceback_later(START_SECONDS + timeout - 1.0, file=sys.stderr)  # where it hangs
     answer: tuple[Any, BaseException | None, str]
     try:
-        store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+        store: dist.Store
+        if isinstance(meeting_place, str):
+            store = dist.FileStore(meeting_place, world_size)
+        else:
+            store = dist.TCPStore("127.0.0.1", meeting_place, None, is_master=False)
         limit = datetime.timedelta(seconds=START_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         answer = (function(rank, *args), None, "")
