@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -23,6 +24,9 @@ from catalog.cli.exits import ExitCode, explain
 from ckptlib import errors
 from tests.catalog.training import Training
 from tests.cli.conftest import RUN, Ckpt, record
+
+CKPT = Path(sys.executable).with_name("ckpt")
+"""The installed console script."""
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
@@ -159,13 +163,28 @@ def test_a_plug_in_that_cannot_be_imported_breaks_nothing_else(
 
 def _run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [Path(sys.executable).with_name("ckpt"), *args],
+        [CKPT, *args],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
+
+
+@pytest.mark.usefixtures("catalog")
+@pytest.mark.parametrize(
+    ("args", "unwanted"), [(["--help"], {"torch", "prefect", "sqlalchemy", "alembic"}), (["ls"], {"torch", "prefect"})]
+)
+def test_a_quick_verb_waits_for_no_heavy_import(args: list[str], unwanted: set[str]) -> None:
+    script = (
+        "import atexit, sys; from catalog.cli.main import main; sys.argv = ['ckpt', *sys.argv[1:]]; "
+        "atexit.register(lambda: print('imported', *sys.modules, file=sys.stderr)); main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert unwanted & set(done.stderr.split("imported ")[1].split()) == set()
 
 
 def test_a_pipe_gets_results_on_standard_output_and_the_reason_on_standard_error(
@@ -188,27 +207,26 @@ def test_a_pipe_gets_results_on_standard_output_and_the_reason_on_standard_error
 
 def test_somebody_at_a_terminal_gets_colours_and_is_asked(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
     training.attempt(10)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100"}
-        program = str(Path(sys.executable).with_name("ckpt"))
-        os.execv(program, [program, "scan", str(training.root), "--adopt"])
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [CKPT, "scan", str(training.root), "--adopt"],
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
     seen = b""
     answered = False
-    while True:
-        try:
-            chunk = os.read(terminal, 4096)
-        except OSError:  # the other side of a pseudo-terminal is gone
-            break
-        if not chunk:
-            break
-        seen += chunk
-        if b"in line?" in seen and not answered:
-            os.write(terminal, b"y\n")
-            answered = True
-    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):  # how the end of the other side of a pseudo-terminal shows
+        while chunk := os.read(terminal, 4096):
+            seen += chunk
+            if b"in line?" in seen and not answered:
+                os.write(terminal, b"y\n")
+                answered = True
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0, seen.decode()
+    assert process.wait(timeout=60) == 0, seen.decode()
     assert answered
     assert b"\x1b[32madopt" in seen
     assert [row.iteration for row in catalog.checkpoints()] == [10]
