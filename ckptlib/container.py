@@ -64,7 +64,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     try:
         with torch.serialization.skip_data():
             torch.save(tensor, cast(IO[bytes], sink))  # write, seek, tell, flush are all it calls
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
         raise UnsupportedError(f"{dtype} {list(shape)}: torch.save cannot write it in pieces: {error}") from error
     return _split(sink, payload, f"{dtype} {list(shape)}")
 

@@ -79,7 +79,7 @@ def describe(flat: FlatState) -> LocalPlan:
             for leaf in flat.tensors
         ),
         objects={leaf.key: leaf.main for leaf in flat.objects},
-        values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value) for leaf in flat.values},
+        values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value, leaf.key) for leaf in flat.values},
     )
 
 

@@ -9,8 +9,9 @@ every tuple as one value. The `Sharded*` leaves carry names of their own, as in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckptlib import optim
-from ckptlib.errors import StateError
+from ckptlib.container import template
+from ckptlib.errors import StateError, UnsupportedError
 from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor, is_main_replica
 
 Path = tuple[str | int, ...]
@@ -166,7 +168,8 @@ class _Walker:
 
     def run(self, state: Mapping[str, Any]) -> FlatState:
         for name, value in state.items():
-            self._walk((name,), value, _item_setter(state, name))
+            with _finite(name):
+                self._walk((name,), value, _item_setter(state, name))
         return self._flat
 
     def _walk(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
@@ -291,12 +294,17 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _check_plain(key: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise StateError(f"tensor {key!r}: layout {tensor.layout} cannot be saved; make it dense first")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise StateError(f"tensor {key!r}: layout {layout} cannot be saved; make it dense first")
     if tensor.is_quantized:
         raise StateError(f"tensor {key!r}: {tensor.dtype} is a quantized tensor; save int_repr(), scale and zero point")
     if tensor.device.type == "meta":
         raise StateError(f"tensor {key!r} is on the meta device: it has no data")
+    try:
+        template(tensor.dtype, ())
+    except UnsupportedError as error:
+        raise StateError(f"tensor {key!r}: {tensor.dtype} cannot be saved: {error}") from error
 
 
 def _is_walked(value: list[Any] | tuple[Any, ...]) -> bool:
@@ -324,7 +332,7 @@ def _holds_placed(value: Any) -> bool:
             return isinstance(value, Stateful) and not isinstance(value, type)
 
 
-def _parameter_names(state: Any) -> optim.Names:
+def _parameter_names(state: Mapping[str, Any]) -> optim.Names:
     """The names that the parameters of an optimizer have in the modules of the same state."""
     names: dict[int, tuple[str, str]] = {}
 
@@ -339,8 +347,18 @@ def _parameter_names(state: Any) -> optim.Names:
             for i, inner in enumerate(value):
                 visit((*path, i), inner)
 
-    visit((), state)
+    for name, part in state.items():
+        with _finite(name):
+            visit((name,), part)
     return names
+
+
+@contextlib.contextmanager
+def _finite(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise StateError(f"{name}: it contains itself, or is nested too deeply") from error
 
 
 def _item_setter(container: Any, name: str | int) -> Callable[[Any], None]:

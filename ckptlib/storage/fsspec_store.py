@@ -111,7 +111,8 @@ class FsspecStorage:
 
     def url(self, path: str) -> str:
         """``protocol://path``."""
-        return f"{self._protocol}://{path.lstrip('/')}"
+        local = self._protocol in ("file", "local")  # paths are absolute there
+        return f"{self._protocol}://{path if local else path.lstrip('/')}"
 
     def _make_parent(self, path: str) -> None:
         self.fs.makedirs(base.parent(path), exist_ok=True)
