@@ -19,7 +19,7 @@ from catalog.cli import lookup, text
 from catalog.cli.columns import column, plain, state
 from catalog.cli.context import Cli
 from catalog.cli.exits import Ended, ExitCode
-from catalog.cli.views import axes, names, topology
+from catalog.cli.views import attempt, axes, names, topology
 from catalog.rows import CheckpointRow
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CandidateView:
 
     chosen: bool
     iteration: int = column("ITER", justify="right")
-    attempt: int = column("ATTEMPT", justify="right", drop=3)
+    attempt: int | None = column("ATTEMPT", justify="right", drop=3)
     kind: str = column("KIND", drop=4)
     lifecycle: str = column("LIFECYCLE", state, wide=True, drop=4)
     verdict: str = column("VERDICT", state)
@@ -108,7 +108,7 @@ def resume(
         if path_only:
             sys.stdout.write(f"{selection.row.url}\n")
             return
-        cli.output.document(_point(selection, explain=explain))
+        cli.output.document(_point(selection, at=at, explain=explain))
         if selection.rejected_newer and not explain:
             count = text.count(len(selection.rejected_newer), "newer checkpoint")
             cli.output.note(f"{count} rejected. Why: {lookup.command('resume', run, '--explain')}")
@@ -128,10 +128,14 @@ def _advice(selection: NoneYet | NotEligible, run: str) -> str:
     return ""
 
 
-def _point(found: Found, *, explain: bool) -> ResumePointView:
+def _point(found: Found, *, at: int | None, explain: bool) -> ResumePointView:
     row = found.row
     newer = len(found.rejected_newer)
-    reason = f"the newest eligible one; {text.count(newer, 'newer candidate')} rejected" if newer else "the newest one"
+    reason = "the newest one"
+    if at is not None:
+        reason = "the one that was asked for"
+    elif newer:
+        reason = f"the newest eligible one; {text.count(newer, 'newer candidate')} rejected"
     candidates = [_candidate(row, CHOSEN, chosen=True), *_rejected(found.rejected_newer)]
     return ResumePointView(
         run=row.run,
@@ -140,7 +144,7 @@ def _point(found: Found, *, explain: bool) -> ResumePointView:
         url=row.url,
         verdict=row.verdict,
         saved_at=row.committed_at,
-        attempt=row.attempt,
+        attempt=attempt(row),
         kind=row.kind,
         save_id=row.save_id,
         bytes=row.size,
@@ -174,7 +178,7 @@ def _rejected(rejected: Rejected) -> list[CandidateView]:
 def _candidate(row: CheckpointRow, reason: str, *, chosen: bool) -> CandidateView:
     return CandidateView(
         iteration=row.iteration,
-        attempt=row.attempt,
+        attempt=attempt(row),
         kind=row.kind,
         lifecycle=row.lifecycle,
         verdict=row.verdict,

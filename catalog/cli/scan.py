@@ -98,7 +98,9 @@ def scan(
 def _advice(plan: ScanPlan, words: list[str]) -> str:
     if plan.pending:
         return f"Nothing was changed. To apply this: {lookup.command('scan', *words, '--adopt')}"
-    return "Nothing to do." if plan.known else "Nothing to adopt: a run's directory holds iter_… directories."
+    if plan.known or plan.incomplete:
+        return "Nothing to do."
+    return "Nothing to adopt: a run's directory holds iter_… directories."
 
 
 def _planned(plan: ScanPlan) -> ScanView:

@@ -22,6 +22,7 @@ from catalog.cli.views import (
     HoldView,
     ProblemView,
     VerificationView,
+    attempt,
     axes,
     names,
     topology,
@@ -49,7 +50,7 @@ class DetailView:
     verdict: str = column("verdict", state)
     kind: str = column("kind")
     branch: str = column("branch")
-    attempt: int = column("attempt")
+    attempt: int | None = column("attempt")
     save_id: str = column("save id")
     url: str = column("checkpoint")
     format: str = column("format")
@@ -104,7 +105,7 @@ def _detail(catalog: Catalog, row: CheckpointRow) -> DetailView:
         verdict=row.verdict,
         kind=row.kind,
         branch=row.branch,
-        attempt=row.attempt,
+        attempt=attempt(row),
         save_id=row.save_id,
         url=row.url,
         format=row.format,
@@ -149,6 +150,6 @@ def _lineage(row: CheckpointRow, saves: Mapping[str, CheckpointRow]) -> list[Anc
         if found is None:
             ancestors.append(AncestorView(iteration=None, attempt=None, verdict=None, save_id=parent))
             break
-        ancestors.append(AncestorView(found.iteration, found.attempt, found.verdict, found.save_id))
+        ancestors.append(AncestorView(found.iteration, attempt(found), found.verdict, found.save_id))
         parent = found.parent
     return ancestors[::-1]

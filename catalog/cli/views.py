@@ -46,6 +46,11 @@ def topology(value: Mapping[str, int]) -> str:
     return str(Topology.from_json(value))
 
 
+def attempt(row: CheckpointRow) -> int | None:
+    """The attempt that saved it; None for a checkpoint that others wrote."""
+    return row.attempt if row.attempt >= 0 else None
+
+
 def axes(value: Topology | None) -> dict[str, int] | None:
     """All axes of a topology, for programs."""
     return None if value is None else value.to_json()
@@ -91,7 +96,7 @@ class CheckpointView:
 
     run: str = column("RUN")
     iteration: int = column("ITER", justify="right")
-    attempt: int = column("ATTEMPT", justify="right", drop=3)
+    attempt: int | None = column("ATTEMPT", justify="right", drop=3)
     kind: str = column("KIND", drop=4)
     lifecycle: str = column("LIFECYCLE", state)
     verdict: str = column("VERDICT", state)
@@ -110,7 +115,7 @@ class CheckpointView:
         return cls(
             run=row.run,
             iteration=row.iteration,
-            attempt=row.attempt,
+            attempt=attempt(row),
             kind=row.kind,
             lifecycle=row.lifecycle,
             verdict=row.verdict,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from catalog import Catalog
 from tests.catalog.training import Training
@@ -105,3 +109,15 @@ def test_somebody_at_the_terminal_is_asked_first_and_no_is_cancelled(
     assert catalog.checkpoints() == []
     assert ckpt("scan", str(training.root), "--adopt", answer="y\n").code == 0
     assert [row.iteration for row in catalog.checkpoints()] == [10]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_others_wrote_has_no_attempt(ckpt: Ckpt, catalog: Catalog, tmp_path: Path) -> None:
+    save_with_dcp({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=tmp_path / "theirs" / "iter_0000005")
+    assert ckpt("scan", str(tmp_path / "theirs"), "--run", "theirs", "--adopt").code == 0
+    (listed,) = ckpt("ls", "theirs", "-o", "json").json
+    assert (listed["iteration"], listed["attempt"]) == (5, None)
+    assert ckpt("verify", "theirs@5").code == 0
+    shown = ckpt("show", "theirs@5", "-o", "json").json
+    assert (shown["attempt"], shown["format"], shown["adopted"]) == (None, "torch_dcp", True)
+    assert {file["origin"] for file in shown["files"]} == {"first-read"}
