@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ MARKER_BYTES = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_ver
 """Exactly what Megatron-Core writes: one line, no newline."""
 
 TOMBSTONES = "tombstones"
+SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ def root_of(path: str) -> str:
 
 def list_saves(storage: st.Storage, path: str) -> list[SaveState]:
     """Every save that left a trace in an iteration directory, oldest first."""
-    names = [entry.name for entry in storage.list(st.join(path, CONTROL)) if entry.is_dir and entry.name != TOMBSTONES]
+    names = [
+        entry.name for entry in storage.list(st.join(path, CONTROL)) if entry.is_dir and SAVE_ID.fullmatch(entry.name)
+    ]
     if not names:
         return []
     buried = _tombstones(storage, path)
@@ -458,7 +462,7 @@ def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
         marker, _ = exports[-1]
         if stale and marker not in stale:
             storage.remove([st.join(path, marker)])
-            stale.append(marker)
+            stale = [*stale, marker]
         for name, data in exports:
             if name not in stale:
                 continue

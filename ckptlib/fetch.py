@@ -15,15 +15,18 @@ import torch
 from isal import isal_zlib
 
 from ckptlib import storage as st
-from ckptlib.errors import IntegrityError
-from ckptlib.index import UNKNOWN, Location
+from ckptlib.errors import IntegrityError, UnsupportedError
+from ckptlib.index import UNKNOWN, ChunkItem, Location
 from ckptlib.plan import contiguous_runs
 from ckptlib.sharding import Box
 from ckptlib.source import Source
 from ckptlib.state import memory_of
 
 READERS = 4
-"""Files that are read side by side: enough to keep a disk and two cores busy, few enough for 16 processes on a host."""
+"""Batches that are read side by side: enough to keep a disk and some cores busy, few enough for 16 ranks on a host."""
+
+BATCH_BYTES = 32 * 1024 * 1024
+"""Neighbours in a file that one reader takes together."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,12 @@ class Fetch:
     """One box of one stored chunk, and where its elements go.
 
     Attributes:
-        key: the tensor, for messages.
         box: relative to the chunk.
         target: a view with the shape of `box`.
         begin: called before `target` is changed.
     """
 
-    key: str
-    location: Location
-    chunk_shape: tuple[int, ...]
+    item: ChunkItem
     box: Box
     target: torch.Tensor
     begin: Callable[[], None] = lambda: None
@@ -59,23 +59,21 @@ class Traffic:
 
 
 def fetch_all(source: Source, fetches: Sequence[Fetch]) -> Traffic:
-    """Reads everything, file by file in file order, several files side by side.
+    """Reads everything in file order, in batches side by side.
 
     Raises:
         OSError: the storage failed.
         IntegrityError: a whole chunk does not have its recorded CRC-32.
         Whatever happened first; reads that were under way have ended by then.
     """
-    by_file: dict[str, list[Fetch]] = {}
-    for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.location.offset)):
-        by_file.setdefault(fetch.location.file, []).append(fetch)
+    batches = _batches(sorted(fetches, key=lambda fetch: (fetch.item.location.file, fetch.item.location.offset)))
     total = Traffic()
-    if len(by_file) < 2:
-        for group in by_file.values():
-            total += _fetch_file(source, group)
+    if len(batches) < 2:
+        for batch in batches:
+            total += _fetch_batch(source, batch)
         return total
-    with ThreadPoolExecutor(min(READERS, len(by_file)), thread_name_prefix="ckptlib-read") as pool:
-        futures = [pool.submit(_fetch_file, source, group) for group in by_file.values()]
+    with ThreadPoolExecutor(min(READERS, len(batches)), thread_name_prefix="ckptlib-read") as pool:
+        futures = [pool.submit(_fetch_batch, source, batch) for batch in batches]
         try:
             for future in futures:
                 total += future.result()
@@ -86,7 +84,20 @@ def fetch_all(source: Source, fetches: Sequence[Fetch]) -> Traffic:
     return total
 
 
-def _fetch_file(source: Source, fetches: Sequence[Fetch]) -> Traffic:
+def _batches(fetches: Sequence[Fetch]) -> list[list[Fetch]]:
+    """Cuts an ordered list where the file changes and where a batch is large enough."""
+    batches: list[list[Fetch]] = []
+    size = 0
+    for fetch in fetches:
+        if not batches or size >= BATCH_BYTES or fetch.item.location.file != batches[-1][0].item.location.file:
+            batches.append([])
+            size = 0
+        batches[-1].append(fetch)
+        size += fetch.box.volume * fetch.target.element_size()
+    return batches
+
+
+def _fetch_batch(source: Source, fetches: Sequence[Fetch]) -> Traffic:
     traffic = Traffic()
     for fetch in fetches:
         traffic += fetch_one(source, fetch)
@@ -97,11 +108,14 @@ def fetch_one(source: Source, fetch: Fetch) -> Traffic:
     """Reads one box; see `fetch_all`."""
     if fetch.box.volume == 0:
         return Traffic()
-    location = source.locate(fetch.location)
+    try:
+        location = source.locate(fetch.item)
+    except UnsupportedError:  # its elements do not lie in order: torch reads it whole, as it reads everything
+        return _fetch_whole(source, fetch)
     direct = _is_direct(fetch.target)
     landing = fetch.target if direct else torch.empty(fetch.box.shape, dtype=fetch.target.dtype)
     itemsize = landing.element_size()
-    from_, to, length = contiguous_runs(fetch.box, fetch.chunk_shape, landing.stride())
+    from_, to, length = contiguous_runs(fetch.box, fetch.item.box.shape, landing.stride())
     nbytes = length * itemsize
     # Places are counted in the whole storage: strides of a view mean nothing to its own memory.
     memory = _storage_memory(landing)
@@ -112,12 +126,20 @@ def fetch_one(source: Source, fetch: Fetch) -> Traffic:
     if direct:
         fetch.begin()
     source.storage.read_into(st.join(source.path, location.file), ranges)
-    if location.crc32 != UNKNOWN and fetch.box.shape == tuple(fetch.chunk_shape):
-        _check_crc(source, fetch.key, location, [view for _, view in ranges])
+    if location.crc32 != UNKNOWN and fetch.box.shape == fetch.item.box.shape:
+        _check_crc(source, fetch.item.key, location, [view for _, view in ranges])
     if not direct:
         fetch.begin()
         fetch.target.copy_(landing)
     return Traffic(nbytes * len(ranges), st.count_requests(ranges))
+
+
+def _fetch_whole(source: Source, fetch: Fetch) -> Traffic:
+    chunk = source.read_chunk(fetch.item)
+    where = tuple(slice(o, e) for o, e in zip(fetch.box.offset, fetch.box.end, strict=True))
+    fetch.begin()
+    fetch.target.copy_(chunk[where])
+    return Traffic(chunk.nbytes, 1)
 
 
 def _is_direct(target: torch.Tensor) -> bool:

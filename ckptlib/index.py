@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptlib import records
 from ckptlib.errors import RecordError, StateError, VersionError
 from ckptlib.sharding import Box
 
@@ -201,9 +202,10 @@ class ItemIndex:
         """The object keys that start with this text, sorted."""
         return _starting_with(self.object_keys, prefix)
 
-    def location(self, chunks: Chunks, i: int) -> Location:
-        """Location of chunk `i`."""
-        return _location(self.files[int(chunks.files[i])], chunks.locations[i])
+    def chunk_item(self, info: TensorInfo, chunks: Chunks, i: int) -> ChunkItem:
+        """Chunk `i` of a tensor as an object: for the few that a load needs."""
+        location = _location(self.files[int(chunks.files[i])], chunks.locations[i])
+        return ChunkItem(info.key, info.dtype, info.shape, chunks.box(i), location)
 
     def chunks(self, key: str) -> Chunks:
         """The stored chunks of a tensor: views, nothing is copied. `KeyError` when it is not stored."""
@@ -243,8 +245,7 @@ class ItemIndex:
         for info in self.tensors():
             chunks = self.chunks(info.key)
             for i in range(len(chunks)):
-                location = _location(self.files[int(chunks.files[i])], chunks.locations[i])
-                yield ChunkItem(info.key, info.dtype, info.shape, chunks.box(i), location)
+                yield self.chunk_item(info, chunks, i)
 
     def encode(self) -> bytes:
         """The binary sidecar."""
@@ -293,6 +294,8 @@ class ItemIndex:
             for name, shape, at in header["columns"]:
                 count = int(np.prod(shape, dtype=np.int64))
                 columns[name] = np.frombuffer(data, "<i8", count, start + at).reshape(shape)
+            for file in header["files"]:
+                records.relative_path(file, where)
             return cls(header, columns)
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{where}: damaged item index ({error})") from error

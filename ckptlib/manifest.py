@@ -53,10 +53,10 @@ class FileEntry:
         return value
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
-        """Reads `to_json`."""
+    def from_json(cls, value: Mapping[str, Any], where: str) -> FileEntry:
+        """Reads `to_json`; `where` names the record in errors."""
         return cls(
-            path=value["path"],
+            path=records.relative_path(value["path"], where),
             size=value["size"],
             sha256=value["sha256"],
             role=value["role"],
@@ -213,7 +213,7 @@ class RankRecord:
                 rank=value["rank"],
                 world_size=value["world_size"],
                 plan_digest=value["plan_digest"],
-                files=tuple(FileEntry.from_json(entry) for entry in value["files"]),
+                files=tuple(FileEntry.from_json(entry, where) for entry in value["files"]),
                 items=value["items"],
                 values_digest=value["values_digest"],
                 seconds=value["seconds"],
@@ -270,7 +270,7 @@ class Manifest:
         try:
             return cls(
                 begin=begin,
-                files=tuple(FileEntry.from_json(entry) for entry in value["files"]),
+                files=tuple(FileEntry.from_json(entry, where) for entry in value["files"]),
                 exports={name: (entry[0], entry[1]) for name, entry in value["exports"].items()},
                 tensors=value["tensors"],
                 objects=value["objects"],

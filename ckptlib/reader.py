@@ -27,7 +27,8 @@ from ckptlib.errors import (
     TilingError,
 )
 from ckptlib.fetch import Fetch, fetch_all
-from ckptlib.index import ItemIndex, Location
+from ckptlib.formats import torch_dist
+from ckptlib.index import ChunkItem, ItemIndex
 from ckptlib.plan import ReadPiece, intersect_chunks, missing_elements
 from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
@@ -230,6 +231,7 @@ def prepare_load(
         {leaf.key for leaf in flat.tensors if leaf.key not in source.index}
         | {key for key in flat.object_keys() if not source.index.has_object(key)}
     )
+    _check_optimizer(source, flat)
     return PreparedLoad(source, flat, ignore, report)
 
 
@@ -283,13 +285,26 @@ def _compare_keys(source: Source, report: LoadReport, strict: Strict) -> None:
         log.warning("%s %s", text, note)
 
 
+def _check_optimizer(source: Source, flat: FlatState) -> None:
+    """Optimizer tensors that are stored under their own names, in another shape: old Megatron's flattened form."""
+    if source.manifest is not None:
+        return
+    reshaped = [
+        leaf.key
+        for leaf in flat.tensors
+        if leaf.key.startswith("optimizer.state.")
+        and leaf.key in source.index
+        and source.index.tensor(leaf.key).shape != leaf.global_shape
+    ]
+    if reshaped:
+        torch_dist.check_optimizer_request(source.index, source.read_common(), reshaped, source.url)
+
+
 def _unmerged_optimizer(source: Source, missing: Collection[str]) -> str:
     """Why optimizer state in model space cannot be had from a checkpoint that keeps it in flat buffers."""
     if source.manifest is not None or not any(key.startswith("optimizer.") for key in missing):
         return ""
-    from ckptlib.formats import torch_dist
-
-    form = torch_dist.optimizer_form(source.index, torch_dist.read_common(source.storage, source.path))
+    form = torch_dist.optimizer_form(source.index, source.read_common())
     return f"Its optimizer state is stored as {form}: convert the checkpoint first." if form else ""
 
 
@@ -299,21 +314,13 @@ class _Read:
 
     leaf: TensorLeaf
     piece: ReadPiece
-    location: Location
-    chunk_shape: tuple[int, ...]
+    item: ChunkItem
 
     def fetch(self, changed: dict[str, None]) -> Fetch:
         """As the fetcher takes it; notes the tensor in `changed` before it is touched."""
         where = tuple(slice(o, e) for o, e in zip(self.piece.target.offset, self.piece.target.end, strict=True))
         key = self.leaf.key
-        return Fetch(
-            key,
-            self.location,
-            self.chunk_shape,
-            self.piece.source,
-            _as_box(self.leaf)[where],
-            lambda: changed.setdefault(key),
-        )
+        return Fetch(self.item, self.piece.source, _as_box(self.leaf)[where], lambda: changed.setdefault(key))
 
 
 def _plan_leaf(index: ItemIndex, leaf: TensorLeaf, url: str) -> Iterator[_Read]:
@@ -335,13 +342,13 @@ def _plan_leaf(index: ItemIndex, leaf: TensorLeaf, url: str) -> Iterator[_Read]:
     if lacking:
         raise TilingError(f"tensor {leaf.key!r}: {url} has no chunk for {lacking} elements of {leaf.box}")
     for piece in pieces:
-        yield _Read(leaf, piece, index.location(chunks, piece.chunk), chunks.box(piece.chunk).shape)
+        yield _Read(leaf, piece, index.chunk_item(info, chunks, piece.chunk))
 
 
 def _verify_first(source: Source, level: str) -> None:
     from ckptlib.verification import verify as verify_checkpoint
 
-    result = verify_checkpoint(source.url, level=level, save_id=source.save_id)
+    result = verify_checkpoint(source.url, level=level, save_id=source.save_id, storage_options=source.storage_options)
     if not result.ok:
         raise IntegrityError(f"{source.url}: verification failed, nothing was loaded: {'; '.join(result.problems)}")
 

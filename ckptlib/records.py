@@ -75,6 +75,17 @@ def decode(kind: str, data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def relative_path(value: Any, where: str) -> str:
+    """A path that a record names: below the iteration directory, whatever it says.
+
+    Raises:
+        RecordError: absolute, empty, or leads out of the directory.
+    """
+    if not isinstance(value, str) or not value or any(part in ("", ".", "..") for part in value.split("/")):
+        raise RecordError(f"{where}: names the file {value!r}, which is not below the iteration directory")
+    return value
+
+
 def number_to_json(value: float) -> float | int | str:
     """A number as JSON can say it: non-finite ones become ``"nan"``, ``"inf"``, ``"-inf"``."""
     return value if math.isfinite(value) else str(float(value))

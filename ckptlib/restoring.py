@@ -162,7 +162,7 @@ def _restore_rng(request: RestoreRequest, state: Mapping[str, Any], is_own: bool
         rng.restore(state, request.rng_tracker)
         return
     rank = request.group.rank
-    seed = rng.reseed(state, rank)
+    seed = rng.reseed(state, rank if request.topology is None else request.topology.replica(rank))
     emit(
         request.on_event,
         Notice(

@@ -80,13 +80,17 @@ def restore(state: Mapping[str, Any], tracker: RngTracker | None = None) -> None
         tracker.set(state["rng_tracker_states"])
 
 
-def reseed(state: Mapping[str, Any], rank: int) -> int:
-    """Seeds this process from a stored state and its new rank, when its own state does not exist.
+def reseed(state: Mapping[str, Any], stream: int) -> int:
+    """Seeds this process from a stored state, when its own state does not exist.
 
-    Deterministic: the same checkpoint and rank give the same streams. Returns the seed (63 bits).
+    Args:
+        stream: equal for the ranks of one tensor-parallel group, which must draw the same dropout for the same
+            activations; different for all others.
+
+    Deterministic: the same checkpoint and stream give the same numbers. Returns the seed (63 bits).
     """
     material = hashlib.sha256(bytes(state["torch_rng_state"].numpy().tobytes()))
-    material.update(rank.to_bytes(8, "little"))
+    material.update(stream.to_bytes(8, "little"))
     seed = int.from_bytes(material.digest()[:8], "little") >> 1
     random.seed(seed)
     np.random.seed(seed % 2**32)

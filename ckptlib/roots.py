@@ -30,7 +30,6 @@ TRACKED_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global")
 """Kinds with a tracker of their own."""
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
 
 FoundState = Literal["committed", "undecided", "aborted", "deleted", "damaged", "foreign", "foreign-incomplete"]
 
@@ -268,8 +267,6 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
     url = storage.url(path)
     result = []
     for save in commit.list_saves(storage, path):
-        if not _SAVE_ID.fullmatch(save.save_id):
-            continue
         state, reason = _state_of(save)
         format_ = save.begin.format if save.begin is not None else None
         result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ckptlib import commit, formats
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, NotACheckpointError, UncommittedError, UnsupportedError
 from ckptlib.formats import torch_dist
-from ckptlib.index import UNKNOWN, ItemIndex, Location
+from ckptlib.index import UNKNOWN, ChunkItem, ItemIndex, Location
 from ckptlib.manifest import Manifest
 from ckptlib.safe_pickle import load_object
 from ckptlib.state import dtype_of
@@ -36,6 +36,7 @@ class Source:
     format: str
     index: ItemIndex
     manifest: Manifest | None
+    storage_options: Mapping[str, Any] | None = None
 
     @property
     def url(self) -> str:
@@ -94,11 +95,20 @@ class Source:
             raise IntegrityError(f"{where}: the common state is a {type(value).__name__}, expected a dict")
         return value
 
-    def locate(self, location: Location) -> Location:
-        """The location with payload offset and length, read from the container where they are not recorded."""
-        if location.payload_offset != UNKNOWN:
-            return location
-        return torch_dist.locate_payload(self.storage, self.path, location)
+    def locate(self, item: ChunkItem) -> Location:
+        """Where a chunk's payload lies, read from its container where that is not recorded.
+
+        Raises:
+            RecordError: the container holds another tensor than the index says.
+            UnsupportedError: its elements do not lie in order; see `read_chunk`.
+        """
+        if item.location.payload_offset != UNKNOWN:
+            return item.location
+        return torch_dist.locate_payload(self.storage, self.path, item)
+
+    def read_chunk(self, item: ChunkItem) -> torch.Tensor:
+        """One whole chunk through its container, however its elements lie."""
+        return torch_dist.read_chunk(self.storage, self.path, item)
 
     def tensors_below(self, prefix: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """See `ckptlib.optim.StoredState`."""
@@ -142,8 +152,8 @@ def open_source(
     if save is not None:
         manifest = commit.read_manifest(storage, path, save)
         index = commit.read_index(storage, path, manifest)
-        return Source(storage, path, manifest.begin.format, index, manifest)
-    return _open_foreign(storage, path)
+        return Source(storage, path, manifest.begin.format, index, manifest, storage_options)
+    return replace(_open_foreign(storage, path), storage_options=storage_options)
 
 
 def _open_foreign(storage: st.Storage, path: str) -> Source:
@@ -158,14 +168,16 @@ def _open_foreign(storage: st.Storage, path: str) -> Source:
             f"{url}: not a checkpoint (no commit decision, metadata.json, .metadata or mp_rank_* directory). "
             "Give the iteration directory, e.g. <root>/iter_0001000."
         )
-    if format_ not in ("torch_dist", "torch_dcp"):
+    if format_ not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
         raise UnsupportedError(
             f"{url}: format {format_} cannot be read tensor by tensor; convert it to torch_dist first"
         )
+    # The index first: what is hostile or damaged in it is that, and not merely incomplete.
+    index = torch_dist.read_index(storage, path)
     complete, reason = formats.is_foreign_complete(storage, path, format_)
     if not complete:
         raise UncommittedError(f"{url}: incomplete {format_} checkpoint: {reason}")
-    return Source(storage, path, format_, torch_dist.read_index(storage, path), None)
+    return Source(storage, path, format_, index, None)
 
 
 def _what_happened(save: commit.SaveState) -> str:

@@ -66,6 +66,15 @@ class Topology:
         pp, dp = divmod(rest, self.dp)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
+    def replica(self, rank: int) -> int:
+        """Number of the tensor-parallel group of a rank, from 0: ranks of one group see the same activations.
+
+        Raises:
+            StateError: `rank` is not in [0, world_size).
+        """
+        at = self.coordinates(rank)
+        return (at.pp * self.dp + at.dp) * self.cp + at.cp
+
     def to_json(self) -> dict[str, int]:
         """All axes, also those of size 1."""
         return asdict(self)

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -331,13 +330,8 @@ class _ChunkFinder:
             self._rows[key] = {tuple(offset): row for row, offset in enumerate(chunks.offsets.tolist())}
         offset = item.storage_index.offset
         row = self._rows[key][tuple(offset) if offset is not None else (0,) * chunks.offsets.shape[1]]
-        return Fetch(
-            key,
-            self._source.index.location(chunks, row),
-            tuple(np.asarray(chunks.shapes[row]).tolist()),
-            Box(tuple(item.storage_offsets), tuple(item.lengths)),
-            target,
-        )
+        stored = self._source.index.chunk_item(self._source.index.tensor(key), chunks, row)
+        return Fetch(stored, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
 
 
 def _leaf(item: WriteItem, planner: SavePlanner) -> TensorLeaf:

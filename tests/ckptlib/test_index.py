@@ -27,7 +27,8 @@ from tests.support.tilings import guillotine, shapes
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 NUMBERS = st.integers(-1, 2**62)
-LOCATIONS = st.builds(Location, KEYS, *[NUMBERS] * 5)
+FILES = KEYS.map(lambda name: f"__{name.replace('/', '_')}.distcp")
+LOCATIONS = st.builds(Location, FILES, *[NUMBERS] * 5)
 
 
 @st.composite

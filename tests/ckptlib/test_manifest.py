@@ -16,6 +16,7 @@ from ckptlib.manifest import KINDS, Begin, Decision, FileEntry, Manifest, RankRe
 from ckptlib.topology import Topology
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+PATHS = NAMES.map(lambda name: f".ckpt/x{name.replace('/', '_')}")
 NUMBERS = st.dictionaries(NAMES, st.integers(-(2**70), 2**70) | st.floats(), max_size=3)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 SIZES = st.integers(0, 2**60)
@@ -23,12 +24,12 @@ TIMES = st.floats(0, 4e9)
 
 FILES = st.builds(
     FileEntry,
-    path=NAMES,
+    path=PATHS,
     size=SIZES,
     sha256=DIGESTS,
     role=st.sampled_from(["data", "common", "index", "metadata", "begin"]),
 ) | st.builds(
-    FileEntry, path=NAMES, size=SIZES, sha256=DIGESTS, part_size=SIZES, part_sha256=st.lists(DIGESTS).map(tuple)
+    FileEntry, path=PATHS, size=SIZES, sha256=DIGESTS, part_size=SIZES, part_sha256=st.lists(DIGESTS).map(tuple)
 )
 BEGINS = st.builds(
     Begin,
@@ -161,3 +162,11 @@ def test_the_size_of_a_save_is_that_of_its_own_files() -> None:
     manifest = Manifest(BEGIN, files, {".metadata": (99, "0" * 64)})
     assert manifest.size == 15
     assert paths_of(manifest.files_of("index")) == ("b",)
+
+
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", ".", 3])
+def test_a_file_outside_the_iteration_directory_is_refused(path: Any) -> None:
+    """A manifest must not lead a reader, or one day a deletion, anywhere else."""
+    entry = {**FileEntry("a", 1, "0" * 64).to_json(), "path": path}
+    with pytest.raises(RecordError, match="not below the iteration directory"):
+        FileEntry.from_json(entry, "manifest.json")
