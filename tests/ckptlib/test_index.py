@@ -61,10 +61,10 @@ def test_an_index_holds_exactly_the_items_it_was_built_from(
         assert list(read.objects()) == sorted(objects, key=lambda item: item.key)
         for chunk in chunks:
             of_key = [c for c in chunks if c.key == chunk.key]
-            assert read.tensor(chunk.key) == TensorInfo(chunk.key, chunk.dtype, chunk.global_shape, len(of_key))
+            info = read.tensor(chunk.key)
+            assert info == TensorInfo(chunk.key, chunk.dtype, chunk.global_shape, len(of_key))
             columns = read.chunks(chunk.key)
-            places = {(columns.box(i), read.location(columns, i)) for i in range(len(columns))}
-            assert places == {(c.box, c.location) for c in of_key}
+            assert {read.chunk_item(info, columns, i) for i in range(len(columns))} == set(of_key)
         for item in objects:
             assert read.object(item.key) == item
 
