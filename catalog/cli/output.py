@@ -145,11 +145,11 @@ class TableOutput:
     def note(self, message: str) -> None:
         """One paragraph on standard error."""
         if not self._quiet:
-            self._err.print(Text(message), soft_wrap=True)
+            self._err.print(Text(text.paragraphs(message)), soft_wrap=True)
 
     def error(self, message: str, code: int) -> None:
         """``error: ...`` on standard error."""
-        self._err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+        self._err.print(Text.assemble(("error: ", "bold red"), text.paragraphs(message)), soft_wrap=True)
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Advance]:
@@ -181,25 +181,25 @@ class TableOutput:
 
     def _print_table(self, row_type: type[Row], rows: Sequence[Row], known: Collection[str] = ()) -> None:
         shown = [
-            (name, column)
+            (column, [column.cell(getattr(row, name)) for row in rows])
             for name, column in columns_of(row_type, wide=self._wide)
             if name not in known and not (column.optional and all(is_empty(getattr(row, name)) for row in rows))
         ]
+        widths = [_least_width(column, cells) for column, cells in shown]
         # Columns are dropped whole: a truncated digest or time is worth nothing. Whoever asks for more gets it all.
-        while not self._wide and _least_width(shown, rows) > self._out.width:
-            droppable = max(shown, key=lambda entry: entry[1].drop)
-            if droppable[1].drop == 0:
+        while not self._wide and _needed(widths) > self._out.width:
+            droppable = max(range(len(shown)), key=lambda i: shown[i][0].drop)
+            if shown[droppable][0].drop == 0:
                 break
-            shown = [entry for entry in shown if entry is not droppable]
-        needed = _least_width(shown, rows)
-        width = max(needed, self._out.width) if self._wide else self._out.width
-        fits = needed <= width
+            del shown[droppable], widths[droppable]
+        width = max(_needed(widths), self._out.width) if self._wide else self._out.width
+        fits = _needed(widths) <= width
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for _, column in shown:
+        for column, _ in shown:
             # What fits nowhere is broken anywhere, rather than cut.
             table.add_column(column.header, justify=column.justify, no_wrap=fits and not column.prose, overflow="fold")
-        for row in rows:
-            table.add_row(*(column.cell(getattr(row, name)) for name, column in shown))
+        for cells in zip(*(cells for _, cells in shown), strict=True):
+            table.add_row(*cells)
         _console(sys.stdout, width).print(table, crop=False, soft_wrap=width > self._out.width)
 
 
@@ -216,12 +216,13 @@ def _write(stream: TextIO, line: str) -> None:
     stream.flush()
 
 
-def _least_width(shown: Sequence[tuple[str, Column]], rows: Sequence[Row]) -> int:
-    """Columns of the terminal that a table needs when prose is wrapped."""
-    widths = []
-    for name, column in shown:
-        width = max(cell_len(column.header), *(column.cell(getattr(row, name)).cell_len for row in rows))
-        widths.append(min(width, PROSE_WIDTH) if column.prose else width)
+def _least_width(column: Column, cells: Sequence[Text]) -> int:
+    """What a column needs of the terminal; prose can be wrapped."""
+    width = max(cell_len(column.header), *(cell.cell_len for cell in cells))
+    return min(width, PROSE_WIDTH) if column.prose else width
+
+
+def _needed(widths: Sequence[int]) -> int:
     return sum(widths) + GAP * (len(widths) - 1)
 
 

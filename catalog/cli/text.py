@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -38,15 +38,6 @@ def utc_iso(moment: datetime) -> str:
     return _aware(moment).astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def age(duration: timedelta) -> str:
-    """A duration in its largest whole unit: ``3 d``, ``5 h``, ``12 min``, ``40 s``."""
-    seconds = max(0, int(duration.total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
-
-
 def seconds(value: float) -> str:
     """A duration in tenths of a second."""
     return f"{value:.1f}"
@@ -67,6 +58,11 @@ def numbers(values: Mapping[str, float]) -> str:
 def printable(text: str) -> str:
     """Text that cannot steer the terminal: control characters are written as their escapes."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def paragraphs(message: str) -> str:
+    """A message of several lines, each of them `printable`."""
+    return "\n".join(printable(line) for line in message.splitlines())
 
 
 def count(amount: int, noun: str) -> str:

@@ -131,8 +131,12 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
 
 
 def test_names_are_neither_markup_nor_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    TableOutput().rows(Fruit, [Fruit("[red]:apple:\x1b[2J\r", 1, "", None)])
+    output = TableOutput()
+    output.rows(Fruit, [Fruit("[red]:apple:\x1b[2J\r", 1, "", None)])
     assert capsys.readouterr().out.splitlines()[1].startswith(r"[red]:apple:\x1b[2J\r ")
+    output.note("[red]\x1b[2J\nnext")
+    output.error("[red]\x1b[2J", 1)
+    assert capsys.readouterr().err == "[red]\\x1b[2J\nnext\nerror: [red]\\x1b[2J\n"
 
 
 @given(
