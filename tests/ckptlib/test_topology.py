@@ -27,6 +27,15 @@ def test_the_order_is_megatrons_default() -> None:
     assert Topology(tp=2, pp=2, dp=2).coordinates(5) == Coordinates(tp=1, cp=0, dp=0, pp=1)
 
 
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_the_ranks_of_one_tensor_parallel_group_are_one_replica(tp: int, cp: int, dp: int, pp: int) -> None:
+    topology = Topology(tp=tp, cp=cp, dp=dp, pp=pp)
+    groups: dict[int, set[int]] = {}
+    for rank in range(topology.world_size):
+        groups.setdefault(topology.replica(rank), set()).add(topology.coordinates(rank).tp)
+    assert list(groups.values()) == [{*range(tp)}] * (cp * dp * pp)
+
+
 def test_a_rank_outside_the_world_is_refused() -> None:
     for rank in (-1, 4):
         with pytest.raises(StateError, match=f"rank {rank} is outside"):
