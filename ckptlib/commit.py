@@ -450,26 +450,34 @@ def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
         The current save, or None.
     """
     while True:
-        save = current_save(storage, path)
-        if save is None:
-            return None
-        exports = export_plan(storage, path, save)
-        stale, obsolete = export_changes(storage, path, exports)
-        if not stale and not obsolete:
-            _remove_records(storage, path, save)
+        save, right = _roll_forward_once(storage, path)
+        if right:
             return save
-        storage.remove([st.join(path, name) for name in obsolete])
-        marker, _ = exports[-1]
-        if stale and marker not in stale:
-            storage.remove([st.join(path, marker)])
-            stale = [*stale, marker]
-        for name, data in exports:
-            if name not in stale:
-                continue
-            newest = current_save(storage, path)
-            if newest is None or newest.save_id != save.save_id:  # by id: a record with a NaN equals nothing
-                break
-            storage.put(st.join(path, name), data)
+
+
+def _roll_forward_once(storage: st.Storage, path: str) -> tuple[SaveState | None, bool]:
+    """The current save, and whether its exports were found right; if not, they have been written as far as it went."""
+    save = current_save(storage, path)
+    if save is None:
+        return None, True
+    exports = export_plan(storage, path, save)
+    stale, obsolete = export_changes(storage, path, exports)
+    if not stale and not obsolete:
+        _remove_records(storage, path, save)
+        return save, True
+    storage.remove([st.join(path, name) for name in obsolete])
+    marker, _ = exports[-1]
+    if stale and marker not in stale:
+        storage.remove([st.join(path, marker)])
+        stale = [*stale, marker]
+    for name, data in exports:
+        if name not in stale:
+            continue
+        newest = current_save(storage, path)
+        if newest is None or newest.save_id != save.save_id:  # by id: a record with a NaN equals nothing
+            break
+        storage.put(st.join(path, name), data)
+    return save, False
 
 
 def bury(storage: st.Storage, path: str, save_id: str) -> None:
