@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import StateError
-from ckptlib.sharding import Box, ShardedObject, ShardedTensor, is_main_replica
+from ckptlib.plan import check_tiling
+from ckptlib.sharding import Box, ShardedObject, ShardedTensor, flat_range_boxes, is_main_replica
 from tests.support.tilings import boxes_in, coverage, shapes, slices
 
 
@@ -107,3 +111,50 @@ def test_a_sharded_object_is_named_as_megatron_names_it() -> None:
     assert ShardedObject("rng_state", [], (2, 4), (1, 3)).unique_key == "rng_state/shard_1.3_2.4"
     with pytest.raises(StateError, match=r"'rng_state'.*\(2,\).*outside the grid"):
         ShardedObject("rng_state", [], (2,), (2,))
+
+
+@given(st.data(), shapes(min_dims=0, max_dims=4, min_side=1))
+def test_a_flat_range_is_a_few_boxes_that_hold_exactly_its_elements(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    """At most 2 * ndim - 1 boxes, in order, for any shape and range."""
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, whole.size))
+    stop = data.draw(st.integers(start, whole.size))
+    parts = flat_range_boxes(shape, start, stop)
+    assert len(parts) <= max(1, 2 * len(shape) - 1)
+    elements = [whole[tuple(map(slice, part.box.offset, part.box.end))].reshape(-1) for part in parts]
+    assert [int(values[0]) for values in elements] == [part.start for part in parts]
+    assert np.concatenate([*elements, np.arange(0)]).tolist() == list(range(start, stop))
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_ranks_that_own_flat_ranges_of_gated_shards_own_the_tensor_exactly_once(
+    data: st.DataObject, tensor_parallel: int, rows: int, columns: int
+) -> None:
+    """Each tensor-parallel shard is a gate and an up half; the ranges of its data-parallel ranks tile it."""
+    shape = (2 * tensor_parallel * rows, columns)
+    found = torch.zeros(shape, dtype=torch.int64)
+    boxes = []
+    for part in range(tensor_parallel):
+        halves = [Box((part * rows, 0), (rows, columns)), Box(((tensor_parallel + part) * rows, 0), (rows, columns))]
+        total = 2 * rows * columns
+        cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
+        for start, stop in itertools.pairwise([0, *cuts, total]):
+            flat = torch.arange(start, stop) + part * total + 1
+            for shard in ShardedTensor.from_flat_range("fc1", shape, halves, start, stop, flat):
+                boxes.append(shard.box)
+                found[tuple(map(slice, shard.box.offset, shard.box.end))] = shard.data
+    check_tiling("fc1", shape, boxes)
+    local = [
+        torch.cat([found[p * rows :][:rows], found[(tensor_parallel + p) * rows :][:rows]])
+        for p in range(tensor_parallel)
+    ]
+    assert torch.cat(local).reshape(-1).tolist() == list(range(1, math.prod(shape) + 1))
+
+
+def test_a_flat_range_outside_its_shard_is_refused() -> None:
+    with pytest.raises(StateError, match="range 3:9 leaves its local shard of 8 elements"):
+        ShardedTensor.from_flat_range("w", (4, 4), Box((0, 0), (2, 4)), 3, 9, torch.zeros(6))
+    with pytest.raises(StateError, match="elements for the range"):
+        ShardedTensor.from_flat_range("w", (4, 4), Box((0, 0), (2, 4)), 3, 7, torch.zeros(6))
