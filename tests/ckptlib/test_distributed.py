@@ -9,11 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -282,41 +280,6 @@ def check_plain_torch_reads_it_on_four_ranks(rank: int, folder: str) -> None:
         assert_same(target["model"][name].to_local(), value.to_local(), name)
 
 
-def check_no_collective_of_the_trainer_is_used(rank: int, folder: str) -> None:
-    """P16, P21: a save shares no process group with the training; plans travel through the store."""
-    names = [
-        name for name in dir(dist) if name.startswith(("all_", "broadcast", "gather", "scatter", "reduce", "barrier"))
-    ]
-    patches = [
-        mock.patch.object(dist, name, side_effect=AssertionError(name))
-        for name in names
-        if callable(getattr(dist, name))
-    ]
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 4)), "step": 1}
-    dist.barrier()
-    for patch in patches:
-        patch.start()
-    try:
-        ckptlib.save(state, f"{folder}/no collective", iteration=1)
-        ckptlib.load(state, f"{folder}/no collective")
-    finally:
-        for patch in patches:
-            patch.stop()
-    assert len(patches) > 10
-
-
-def check_saves_and_barriers_of_the_trainer_interleave(rank: int, folder: str) -> None:
-    """P16: ranks reach the save at different times, in between the trainer's own collectives."""
-    for i in range(3):
-        ckptlib.save({"step": i}, f"{folder}/interleaved {i}", iteration=i)
-        value = torch.tensor([rank])
-        work = dist.all_reduce(value, async_op=True)
-        ckptlib.save({"step": i}, f"{folder}/interleaved again {i}", iteration=i)
-        assert work is not None
-        work.wait()
-        assert int(value) == 6
-
-
 def check_a_partial_sum_is_refused_by_name(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (4,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
@@ -335,8 +298,6 @@ ON_FOUR = [
     check_sharded_data_parallel_over_tensor_parallel_is_stored_as_one_tensor,
     check_pipeline_stages_have_layers_and_optimizer_groups_of_their_own,
     check_plain_torch_reads_it_on_four_ranks,
-    check_no_collective_of_the_trainer_is_used,
-    check_saves_and_barriers_of_the_trainer_interleave,
     check_a_partial_sum_is_refused_by_name,
 ]
 
