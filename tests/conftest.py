@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ os.environ.update(
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     PREFECT_LOGGING_TO_API_ENABLED="false",
 )
+
+# A suite started in the background of a script inherits an ignored Ctrl-C; the tests that send one would not be heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The examples are the same in every run and on every machine; a slow one is no failure on a shared core.
 settings.register_profile(
