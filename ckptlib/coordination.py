@@ -101,18 +101,15 @@ class StoreGroup:
             self._set(f"{name}/{self.rank}", value)
             return None
         values = {0: value}
-        waiting = list(range(1, self.world_size))
         started = time.monotonic()
-        while waiting:
-            for rank in [rank for rank in waiting if self._check(f"{name}/{rank}")]:
-                values[rank] = self._get(f"{name}/{rank}")
-            waiting = [rank for rank in waiting if rank not in values]
-            if waiting and not _pause(started, self.timeout):
-                raise RankTimeoutError(
-                    f"{name}: no answer from rank {', '.join(map(str, waiting))} within {self.timeout:g} s. "
-                    "It died, hangs, or does not take part in this operation.",
-                    ranks=waiting,
-                )
+        for rank in range(1, self.world_size):  # one key is looked at, however many ranks are late
+            while not self._check(f"{name}/{rank}"):
+                if not _pause(started, self.timeout):
+                    self._blame(
+                        name, [late for late in range(rank, self.world_size) if not self._check(f"{name}/{late}")]
+                    )
+                    break  # it came at the last moment
+            values[rank] = self._get(f"{name}/{rank}")
         return [values[rank] for rank in range(self.world_size)]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
@@ -132,6 +129,14 @@ class StoreGroup:
                     f"{name}: no answer from rank 0 within {2 * self.timeout:g} s. It died or hangs.", ranks=[0]
                 )
         return self._get(name)
+
+    def _blame(self, name: str, late: Sequence[int]) -> None:
+        if late:
+            raise RankTimeoutError(
+                f"{name}: no answer from rank {', '.join(map(str, late))} within {self.timeout:g} s. "
+                "It died, hangs, or does not take part in this operation.",
+                ranks=late,
+            )
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{self._round}/{name}"

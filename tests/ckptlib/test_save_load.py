@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -244,7 +244,6 @@ def test_a_model_its_optimizer_and_scheduler_go_on_as_if_uninterrupted(url: str)
     assert losses(second, 5, 8) == whole[5:]
 
 
-@settings(max_examples=40)
 @given(st.data(), shapes(max_side=5))
 def test_any_sharding_is_loaded_into_any_other_reading_only_what_is_needed(
     data: st.DataObject, shape: tuple[int, ...]
