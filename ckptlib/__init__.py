@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptlib import errors
     from ckptlib.api import save
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.inspection import CheckpointInfo, inspect
@@ -36,6 +37,7 @@ __all__ = [
     "ShardedTensor",
     "Topology",
     "VerifyReport",
+    "errors",
     "inspect",
     "load",
     "read",
@@ -64,6 +66,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module(f"{__name__}.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

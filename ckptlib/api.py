@@ -53,7 +53,7 @@ def save(
 
     Raises:
         UnsupportedError: this combination of semantic type, format and io mode is not supported.
-        CheckpointExistsError: W9; nothing was written.
+        CheckpointExistsError: W9, or a run's attempt has saved at `url`; nothing was written.
         StateError: the state cannot be saved; names the tensor or path.
         SaveAbortedError, RankFailedError, RankTimeoutError: the save failed; an older checkpoint is unharmed.
         OSError: the storage failed.

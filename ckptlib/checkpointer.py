@@ -159,9 +159,10 @@ class Checkpointer:
         chosen = lead(self._group, "resume", lambda: self._choose(at))
         if chosen is None:
             if missing == "error" or at is not None:
-                wanted = "no checkpoint" if at is None else f"no committed checkpoint of iteration {at}"
+                if at is not None:
+                    raise NoResumePointError(f"{self.root}: no committed checkpoint of iteration {at}")
                 raise NoResumePointError(
-                    f'{self.root}: {wanted}. Pass missing="start" to begin a new run from its initial state.'
+                    f'{self.root}: no checkpoint. Pass missing="start" to begin a new run from its initial state.'
                 )
             self._announce()
             return Restored(found=False, reason="the run has no checkpoint")
@@ -199,7 +200,7 @@ class Checkpointer:
             choice = None
         if choice is not None:
             return choice, None
-        verified = resume.newest_verifying(self._storage, self._root, at, self._on_event)
+        verified = resume.newest_verifying(self._storage, self._root, at, self._on_event, self._storage_options)
         return None if verified is None else (verified, None)
 
     # --- save ---------------------------------------------------------------------------------------------------------

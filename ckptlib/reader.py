@@ -249,7 +249,10 @@ def read(
 
     Raises:
         KeyMismatchError: a key is not in the checkpoint.
+        StateError: `keys` is one string.
     """
+    if isinstance(keys, str):
+        raise StateError(f"keys={keys!r}: expected a collection of names, got one string")
     source = open_source(url, save_id=save_id, storage_options=storage_options)
     unknown = [key for key in keys or () if key not in source.index]
     if unknown:

@@ -179,6 +179,8 @@ def parts_of(state: Mapping[str, Any], contents: Collection[str] | None) -> dict
     Raises:
         StateError: it names a part that the state does not have.
     """
+    if not isinstance(state, Mapping):
+        raise StateError(f"state: expected a mapping from names to parts, got {type(state).__name__}")
     if contents is None:
         return dict(state)
     if isinstance(contents, str):

@@ -42,16 +42,25 @@ def newest_committed(
     """The newest committed checkpoint of a root; None when there is none (of iteration `at`).
 
     Directories whose records are damaged cannot be told apart from uncommitted ones; each is reported.
+
+    Raises:
+        NoResumePointError: there are only broken ones, which must not look like none.
     """
-    for found in roots.scan(storage, root).found:
-        if found.state == "damaged" and at in (None, found.iteration):
-            emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {found.reason}"))
+    broken = _broken(storage, root, at)
+    for name, reason in broken:
+        emit(on_event, Notice("resume_candidate_rejected", f"{storage.url(root)}/{name}: {reason}"))
     newest = roots.newest_committed(storage, root, at=at)
+    if newest is None and broken:
+        raise _no_resume_point(storage, root, "no usable checkpoint", broken)
     return None if newest is None else choice_of(newest, "newest committed on storage")
 
 
 def newest_verifying(
-    storage: st.Storage, root: str, at: int | None, on_event: NoticeHandler | None
+    storage: st.Storage,
+    root: str,
+    at: int | None,
+    on_event: NoticeHandler | None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ResumeChoice | None:
     """The newest committed checkpoint whose bytes verify now: what to trust when nobody has verified anything.
 
@@ -59,7 +68,7 @@ def newest_verifying(
         None when there is no committed checkpoint (of iteration `at`).
 
     Raises:
-        NoResumePointError: there are some, and none verifies; with the reason for each.
+        NoResumePointError: there are some, broken ones included, and none verifies; with the reason for each.
     """
     from ckptlib.verification import verify
 
@@ -68,22 +77,40 @@ def newest_verifying(
         for found in roots.scan(storage, root).found
         if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
     ]
-    rejected = []
+    rejected = _broken(storage, root, at)
+    for name, reason in rejected:
+        emit(on_event, Notice("resume_candidate_rejected", f"{storage.url(root)}/{name}: {reason}"))
     for found in sorted(usable, key=lambda found: found.order, reverse=True):
         choice = choice_of(found, "newest committed on storage; verified now")
         try:
-            report = verify(found.url, save_id=choice.save_id)
+            report = verify(found.url, save_id=choice.save_id, storage_options=storage_options)
         except CkptError as error:
-            rejected.append((found.name, str(error)))
-            continue
-        if report.ok:
-            return choice
-        rejected.append((found.name, "; ".join(report.problems)))
-        emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {'; '.join(report.problems)}"))
+            reason = str(error)
+        else:
+            if report.ok:
+                return choice
+            reason = "; ".join(report.problems)
+        rejected.append((found.name, reason))
+        emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {reason}"))
     if rejected:
-        text = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        raise NoResumePointError(f"{storage.url(root)}: no committed checkpoint verifies: {text}", rejected=rejected)
+        raise _no_resume_point(storage, root, "no committed checkpoint verifies", rejected)
     return None
+
+
+def _broken(storage: st.Storage, root: str, at: int | None) -> list[tuple[str, str]]:
+    """What may have been a checkpoint and cannot be used: name and reason."""
+    return [
+        (found.name, found.reason)
+        for found in roots.scan(storage, root).found
+        if found.state in ("damaged", "foreign-incomplete")
+        and found.kind != "release"
+        and at in (None, found.iteration)
+    ]
+
+
+def _no_resume_point(storage: st.Storage, root: str, what: str, rejected: list[tuple[str, str]]) -> NoResumePointError:
+    text = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    return NoResumePointError(f"{storage.url(root)}: {what}: {text}", rejected=rejected)
 
 
 class StoredExtras:

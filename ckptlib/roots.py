@@ -116,10 +116,9 @@ class Found:
     @property
     def order(self) -> tuple[int, int, str]:
         """(attempt, iteration, save id): the order of checkpoints. Foreign ones come before all attempts."""
-        begin = None if self.save is None else self.save.begin
-        if begin is None:
+        if self.save is None:
             return (-1, self.iteration, "")
-        return (begin.attempt, self.iteration, begin.save_id)
+        return (_attempt_of(self.save.save_id), self.iteration, self.save.save_id)
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,12 @@ def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
 def start_attempt(
     storage: st.Storage, root: str, run: str, topology: Topology | None, tracker: str = "committed"
 ) -> AttemptRecord:
-    """Creates the next attempt file, exclusively (W8). Attempts count from 1."""
+    """Creates the next attempt file, exclusively (W8). Attempts count from 1.
+
+    A root that was copied without its hidden files has saves and no attempts: what comes next is newer than they are.
+    """
     while True:
-        number = newest_attempt(storage, root) + 1
+        number = (newest_attempt(storage, root) or _newest_saving_attempt(storage, root)) + 1
         attempt = AttemptRecord(
             number=number,
             attempt_id=uuid.uuid4().hex,
@@ -212,6 +214,15 @@ def newest_attempt(storage: st.Storage, root: str) -> int:
 def _attempt_numbers(storage: st.Storage, root: str) -> list[int]:
     names = (entry.name for entry in storage.list(st.join(root, commit.CONTROL, "attempts")))
     return [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
+
+
+def _newest_saving_attempt(storage: st.Storage, root: str) -> int:
+    saves = (found.save for found in scan(storage, root).found)
+    return max((_attempt_of(save.save_id) for save in saves if save is not None), default=0)
+
+
+def _attempt_of(save_id: str) -> int:
+    return int(save_id.partition("-")[0])
 
 
 def _attempt_path(root: str, number: int) -> str:
@@ -336,8 +347,8 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         if save is None:
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
-            commit.bury(storage, found.path, save.save_id)
-            done.append(Settled(found, save.save_id, None))
+            if _tidied(found.url, lambda: commit.bury(storage, found.path, save.save_id)):  # noqa: B023 - called here
+                done.append(Settled(found, save.save_id, None))
             continue
         if save.begin is None or not 0 < save.begin.attempt < attempt:
             continue
@@ -352,8 +363,18 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
                 decision = commit.decide_abort(storage, found.path, save.save_id, reason=reason, decided_by="settle")
             done.append(Settled(found, save.save_id, decision))
     for path in sorted({found.path for found in scan(storage, root).found if found.state == "committed"}):
-        commit.roll_forward(storage, path)
+        _tidied(storage.url(path), lambda: commit.roll_forward(storage, path))  # noqa: B023 - called here
     return done
+
+
+def _tidied(url: str, work: Callable[[], object]) -> bool:
+    """Whether it was done. One damaged checkpoint, however old, must not keep the run from starting again."""
+    try:
+        work()
+    except (OSError, IntegrityError) as error:
+        log.warning("%s: not tidied up: %s", url, error)
+        return False
+    return True
 
 
 def tracker_mode(storage: st.Storage, root: str) -> str | None:

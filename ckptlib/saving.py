@@ -157,7 +157,12 @@ def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: i
             f"{request.storage.url(request.path)}: iteration {request.begin.iteration} is already committed "
             f"(save {mine[-1].save_id}) by this attempt. Pass on_exists='replace' to supersede it."
         )
-    if not saves and request.on_exists != "replace" and formats.sniff(request.storage, request.path) is not None:
+    _refuse_to_be_older(request, saves)
+    # Saves that failed here have left nothing that foreign readers see (W1).
+    ours = any(save.committed or save.tombstoned or save.damage for save in saves) or (
+        saves and request.storage.stat(st.join(request.path, commit.EXPORT_CHECKPOINT)) is not None
+    )
+    if not ours and request.on_exists != "replace" and formats.sniff(request.storage, request.path) is not None:
         raise CheckpointExistsError(
             f"{request.storage.url(request.path)}: holds a checkpoint that another tool wrote. Save elsewhere, or pass "
             "on_exists='replace' to let this one take its place."
@@ -180,6 +185,17 @@ def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: i
         _abort(request, begin, error)
         raise error
     return begin, plan
+
+
+def _refuse_to_be_older(request: SaveRequest, saves: Sequence[commit.SaveState]) -> None:
+    """A save that sorts before a committed one (a bare save in a run's directory) would succeed and never be read."""
+    attempt = request.begin.attempt
+    later = [save.save_id for save in saves if save.committed and int(save.save_id.partition("-")[0]) > attempt]
+    if later and (request.newest_attempt is None or request.newest_attempt() <= attempt):  # else it is fenced
+        raise CheckpointExistsError(
+            f"{request.storage.url(request.path)}: holds save {later[-1]} of a run's attempt, which this save (attempt "
+            f"{attempt}) could not take the place of. Save through a Checkpointer of that run, or elsewhere."
+        )
 
 
 def _same_attempt(save: commit.SaveState, begin: Begin) -> bool:

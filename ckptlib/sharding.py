@@ -96,6 +96,11 @@ class ShardedTensor:
 
     def __post_init__(self) -> None:
         self.global_shape = tuple(self.global_shape)
+        if not isinstance(self.box, Box):
+            raise StateError(
+                f"tensor {self.key!r}: box {self.box!r} is a {type(self.box).__name__}, expected a Box; "
+                "ShardedTensor.from_box takes an offset"
+            )
         if not self.box.within(self.global_shape):
             raise StateError(f"tensor {self.key!r}: box {self.box} exceeds the global shape {self.global_shape}")
         if math.prod(self.data.shape) != self.box.volume:

@@ -212,6 +212,8 @@ class CkptWriter(StorageWriter):
         commit.roll_forward(self._storage, self._path)
         for save_id in begin.replaces:
             commit.bury(self._storage, self._path, save_id)
+        if begin.replaces:  # one of a run's attempt was the current save until now
+            commit.roll_forward(self._storage, self._path)
 
 
 class CkptReader(StorageReader):

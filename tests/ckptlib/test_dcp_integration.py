@@ -147,3 +147,14 @@ def test_torchs_metadata_travels_as_plain_data(tmp_path: Path) -> None:
     assert metadata.state_dict_metadata == theirs.state_dict_metadata
     assert metadata.planner_data == theirs.planner_data
     assert metadata.storage_data == theirs.storage_data
+
+
+def test_a_replaced_save_of_a_run_leaves_exports_of_the_new_one(tmp_path: Path) -> None:
+    with ckptlib.Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save({"w": torch.zeros(4)}, iteration=1)
+    url = str(tmp_path / "iter_0000001")
+    dcp.save({"w": torch.ones(4)}, storage_writer=CkptWriter(url, on_exists="replace"), no_dist=True)
+    for reader in (CkptReader(url), dcp.FileSystemReader(url)):
+        state = {"w": torch.zeros(4)}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert state["w"].tolist() == [1, 1, 1, 1]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+import ckptlib
 from ckptlib import Checkpointer, commit
+from ckptlib.errors import CheckpointExistsError, NoResumePointError
 from ckptlib.events import AttemptEvent, CommitEvent
 
 
@@ -44,3 +49,87 @@ def test_a_complete_save_of_a_dead_attempt_is_committed_and_listeners_hear_of_it
         restored = {"model": {"w": torch.zeros(4)}}
         assert checkpointer.restore(restored).iteration == 5
     assert restored["model"]["w"].tolist() == [0, 1, 2, 3]
+
+
+def _saved(root: Path, *iterations: int) -> None:
+    with Checkpointer(str(root), run="r") as checkpointer:
+        for iteration in iterations:
+            checkpointer.save({"model": {"w": torch.full((4,), float(iteration))}}, iteration=iteration)
+
+
+def _restored(root: Path, **options: object) -> tuple[int, float]:
+    state = {"model": {"w": torch.zeros(4)}}
+    with Checkpointer(str(root), run="r") as checkpointer:
+        iteration = checkpointer.restore(state, **options).iteration  # type: ignore[arg-type]
+    return iteration, float(state["model"]["w"][0])
+
+
+def _record(root: Path, iteration: int, name: str) -> Path:
+    (found,) = (root / f"iter_{iteration:07d}" / ".ckpt").glob(f"0*/{name}")
+    return found
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metadata", "common.pt"])
+def test_a_damaged_older_checkpoint_does_not_keep_the_run_from_starting(tmp_path: Path, name: str) -> None:
+    _saved(tmp_path, 100, 200)
+    _record(tmp_path, 100, name).unlink()
+    assert _restored(tmp_path) == (200, 200.0)
+
+
+def test_r6_a_lost_begin_record_makes_a_checkpoint_no_older(tmp_path: Path) -> None:
+    _saved(tmp_path, 100, 200)
+    _record(tmp_path, 200, "begin.json").unlink()
+    assert _restored(tmp_path) == (200, 200.0)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "200"
+
+
+@pytest.mark.parametrize("name", ["begin.json", "decision.json"])
+def test_a_run_with_only_damaged_checkpoints_does_not_start_from_random_weights(tmp_path: Path, name: str) -> None:
+    _saved(tmp_path, 100)
+    _flip(_record(tmp_path, 100, name))
+    with pytest.raises(NoResumePointError, match=r"iter_0000100: .*damaged"):
+        _restored(tmp_path, missing="start")
+
+
+def test_w8_attempts_go_on_from_the_saves_in_a_root_copied_without_its_hidden_files(tmp_path: Path) -> None:
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    for iteration in (100, 200, 300):
+        _saved(first, iteration)
+    copy.mkdir()
+    for entry in first.iterdir():
+        if entry.is_dir() and not entry.name.startswith("."):
+            shutil.copytree(entry, copy / entry.name)
+    with Checkpointer(str(copy), run="r") as checkpointer:
+        assert checkpointer.attempt == 4
+        checkpointer.save({"model": {"w": torch.full((4,), 400.0)}}, iteration=400)
+    assert _restored(copy) == (400, 400.0)
+
+
+@pytest.mark.parametrize("on_exists", ["error", "replace"])
+def test_a_bare_save_that_could_never_be_read_is_refused(
+    tmp_path: Path, on_exists: Literal["error", "replace"]
+) -> None:
+    _saved(tmp_path, 100)
+    url = str(tmp_path / "iter_0000100")
+    with pytest.raises(CheckpointExistsError, match="Checkpointer of that run"):
+        ckptlib.save({"model": {"w": torch.zeros(4)}}, url, iteration=100, on_exists=on_exists)
+    assert _restored(tmp_path) == (100, 100.0)
+
+
+def test_w9_a_failed_replacement_of_a_foreign_checkpoint_gives_no_right_to_overwrite_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path), no_dist=True)
+    state = {"w": torch.zeros(4)}
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish_record", _die)
+        with pytest.raises(OSError, match="killed"):
+            ckptlib.save(state, str(tmp_path), iteration=1, on_exists="replace")
+    with pytest.raises(CheckpointExistsError, match="another tool wrote"):
+        ckptlib.save(state, str(tmp_path), iteration=1)
