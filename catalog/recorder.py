@@ -6,6 +6,7 @@ Whatever is not recorded here is found later: `ckpt scan ROOT --adopt` rebuilds 
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections import deque
 from contextlib import suppress
@@ -195,4 +196,4 @@ class Recorder:
 def _advice(event: Pending) -> str:
     """What to do about an event that is not recorded."""
     root = event.root_url if event.root_url is not None else event.url.rstrip("/").rpartition("/")[0]
-    return f"record it later with `ckpt scan {root} --adopt`"
+    return f"record it later with `ckpt scan {shlex.quote(root)} --adopt`"

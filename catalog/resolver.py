@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, replace
 
 from catalog import resume
@@ -56,8 +57,8 @@ class ResumeResolver:
                 return None
             if isinstance(found, resume.NotEligible):
                 raise NoResumePointError(
-                    f"{found.message}. Verify with `ckpt verify {run}`, find unknown ones with `ckpt scan {root_url} "
-                    "--adopt`, or resume with allow_unverified=True.",
+                    f"{found.message}. Verify with `ckpt verify {shlex.quote(run)}`, find unknown ones with "
+                    f"`ckpt scan {shlex.quote(root_url)} --adopt`, or resume with allow_unverified=True.",
                     rejected=[(f"{row.name} ({row.save_id})", reason) for row, reason in found.rejected],
                 )
             if here.holds(found.row):
