@@ -142,7 +142,11 @@ def _read_extras(request: RestoreRequest, source: Source) -> _Extras:
     stored = StoredExtras(source)
     rank, world_size = request.group.rank, request.group.world_size
     begin = None if source.manifest is None else source.manifest.begin
-    same = begin is not None and (begin.topology, begin.world_size) == (request.topology, world_size)
+    same = (
+        begin is not None
+        and begin.world_size == world_size
+        and _same_place(begin.topology, request.topology, world_size)
+    )
     own = stored.cell(rng.KEY_BY_RANK, (world_size,), (rank,)) if same and request.with_rng else None
     if own is not None:
         rng.check(own, request.rng_tracker)
@@ -154,6 +158,12 @@ def _read_extras(request: RestoreRequest, source: Source) -> _Extras:
         rerun_state=stored.cell(RERUN_KEY, (world_size,), (rank,)) if same else None,
         rerun_dropped=not same and stored.has_grid(RERUN_KEY),
     )
+
+
+def _same_place(saved: Topology | None, now: Topology | None, world_size: int) -> bool:
+    """Whether a rank number means the same place in both; a topology that was not given is plain data parallel."""
+    plain = Topology(dp=world_size)
+    return (saved or plain) == (now or plain)
 
 
 def _restore_rng(request: RestoreRequest, state: Mapping[str, Any], is_own: bool, url: str) -> None:

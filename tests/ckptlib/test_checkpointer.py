@@ -530,10 +530,11 @@ def test_rerun_state_and_rng_of_another_topology_are_not_taken_for_ones_own(root
     torch.manual_seed(3)
     job(root, topology=Topology()).save(small_state(), iteration=10, rerun_state={"seen": 4})
     events: list[Notice] = []
-    same = job(root, topology=Topology(), on_event=events.append)
-    assert same.restore(blanked(small_state())).rerun_state == {"seen": 4}
+    for same in (Topology(), None):  # one that is not given is plain data parallel
+        restored = job(root, topology=same, on_event=events.append).restore(blanked(small_state()))
+        assert restored.rerun_state == {"seen": 4}
     assert events == []
-    other = job(root, topology=None, on_event=events.append)
+    other = job(root, topology=Topology(vpp=2), on_event=events.append)
     assert other.restore(blanked(small_state())).rerun_state is None
     assert [event.name for event in events] == ["rng_reseeded", "rerun_state_dropped"]
     assert events[0].data["rank"] == 0
