@@ -58,8 +58,8 @@ test-deep: $(INSTALLED) ## larger explorations and many more examples
 chaos: $(INSTALLED) ## kill an example trainer at every file event of a save
 	@$(BIN)/python -m pytest -m chaos --timeout 3600 $(ARGS)
 
-bench: $(INSTALLED) ## side by side with torch's own save and the raw disk, minutes
-	@$(BIN)/python benchmarks/save_sync.py $(ARGS)
+bench: $(INSTALLED) ## saves and loads beside torch's own and the physical limit, minutes
+	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done
 
 constraints: $(UV) ## pin every transitive version anew; ARGS=--upgrade takes newer ones
 	@$(UV) pip compile -q pyproject.toml --all-extras --python-version 3.11 --no-annotate --no-header -o constraints.txt $(ARGS)
