@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptlib import roots
 from ckptlib import storage as st
-from ckptlib.errors import CkptError, NoResumePointError
+from ckptlib.errors import CkptError, NoResumePointError, VersionError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
 from ckptlib.rng import KEY as RNG_KEY
 from ckptlib.rng import KEY_BY_RANK
@@ -45,11 +45,10 @@ def newest_committed(
 
     Raises:
         NoResumePointError: there are only broken ones, which must not look like none.
+        VersionError: the newest was written by a newer ckptlib.
     """
-    broken = _broken(storage, root, at)
-    for name, reason in broken:
-        emit(on_event, Notice("resume_candidate_rejected", f"{storage.url(root)}/{name}: {reason}"))
     newest = roots.newest_committed(storage, root, at=at)
+    broken = _broken(storage, root, at, newest, on_event)
     if newest is None and broken:
         raise _no_resume_point(storage, root, "no usable checkpoint", broken)
     return None if newest is None else choice_of(newest, "newest committed on storage")
@@ -69,6 +68,7 @@ def newest_verifying(
 
     Raises:
         NoResumePointError: there are some, broken ones included, and none verifies; with the reason for each.
+        VersionError: the newest was written by a newer ckptlib.
     """
     from ckptlib.verification import verify
 
@@ -77,10 +77,9 @@ def newest_verifying(
         for found in roots.scan(storage, root).found
         if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
     ]
-    rejected = _broken(storage, root, at)
-    for name, reason in rejected:
-        emit(on_event, Notice("resume_candidate_rejected", f"{storage.url(root)}/{name}: {reason}"))
-    for found in sorted(usable, key=lambda found: found.order, reverse=True):
+    usable.sort(key=lambda found: found.order, reverse=True)
+    rejected = _broken(storage, root, at, usable[0] if usable else None, on_event)
+    for found in usable:
         choice = choice_of(found, "newest committed on storage; verified now")
         try:
             report = verify(found.url, save_id=choice.save_id, storage_options=storage_options)
@@ -97,15 +96,26 @@ def newest_verifying(
     return None
 
 
-def _broken(storage: st.Storage, root: str, at: int | None) -> list[tuple[str, str]]:
-    """What may have been a checkpoint and cannot be used: name and reason."""
-    return [
-        (found.name, found.reason)
-        for found in roots.scan(storage, root).found
-        if found.state in ("damaged", "foreign-incomplete")
-        and found.kind != "release"
-        and at in (None, found.iteration)
-    ]
+def _broken(
+    storage: st.Storage, root: str, at: int | None, newest: roots.Found | None, on_event: NoticeHandler | None
+) -> list[tuple[str, str]]:
+    """What may have been a checkpoint and cannot be used, name and reason; each is reported.
+
+    Raises:
+        VersionError: one that a newer ckptlib wrote comes after `newest`: it is not broken, we are too old for it.
+    """
+    broken = []
+    for found in roots.scan(storage, root).found:
+        if found.state not in ("damaged", "foreign-incomplete") or found.kind == "release":
+            continue
+        if at not in (None, found.iteration):
+            continue
+        damage = None if found.save is None else found.save.damage
+        if isinstance(damage, VersionError) and (newest is None or found.order > newest.order):
+            raise damage
+        broken.append((found.name, found.reason))
+        emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {found.reason}"))
+    return broken
 
 
 def _no_resume_point(storage: st.Storage, root: str, what: str, rejected: list[tuple[str, str]]) -> NoResumePointError:

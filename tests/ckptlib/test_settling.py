@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -11,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib import Checkpointer, commit
-from ckptlib.errors import CheckpointExistsError, NoResumePointError
+from ckptlib import Checkpointer, commit, records
+from ckptlib.errors import CheckpointExistsError, NoResumePointError, VersionError
 from ckptlib.events import AttemptEvent, CommitEvent
 
 
@@ -133,3 +135,14 @@ def test_w9_a_failed_replacement_of_a_foreign_checkpoint_gives_no_right_to_overw
             ckptlib.save(state, str(tmp_path), iteration=1, on_exists="replace")
     with pytest.raises(CheckpointExistsError, match="another tool wrote"):
         ckptlib.save(state, str(tmp_path), iteration=1)
+
+
+def test_r6_a_newest_checkpoint_of_a_newer_version_is_an_error_and_not_passed_over(tmp_path: Path) -> None:
+    _saved(tmp_path, 100, 200)
+    where = _record(tmp_path, 200, "decision.json")
+    value = json.loads(where.read_bytes()) | {"schema": "2.0"}
+    del value["digest"]
+    value["digest"] = hashlib.sha256(records.canonical(value)).hexdigest()
+    where.write_bytes(records.canonical(value) + b"\n")
+    with pytest.raises(VersionError, match=r"iter_0000200.*Use a newer ckptlib"):
+        _restored(tmp_path)
