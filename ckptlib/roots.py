@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ckptlib import commit, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
-from ckptlib.manifest import Decision, Kind
+from ckptlib.manifest import Decision, Kind, Manifest
 from ckptlib.topology import Topology
 
 log = logging.getLogger("ckptlib")
@@ -279,6 +279,11 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
     result = []
     for save in commit.list_saves(storage, path):
         state, reason = _state_of(save)
+        if save.undecided and _is_exported(storage, path, save.save_id):
+            save = commit.read_save(storage, path, save.save_id)  # committed since we looked, if its decision is there
+            state, reason = _state_of(save)
+            if save.undecided:
+                state, reason = "damaged", "its commit decision is gone, although its exports are there"
         format_ = save.begin.format if save.begin is not None else None
         result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))
     if not result:
@@ -288,6 +293,15 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
             state = "foreign" if complete else "foreign-incomplete"
             result.append(Found(name, path, url, iteration, kind, state, None, foreign, reason))
     return result
+
+
+def _is_exported(storage: st.Storage, path: str, save_id: str) -> bool:
+    """Whether ``checkpoint.json`` speaks of this save: it is written after a commit decision only (W1)."""
+    where = st.join(path, commit.EXPORT_CHECKPOINT)
+    try:
+        return Manifest.decode(storage.get(where), storage.url(where)).begin.save_id == save_id
+    except (FileNotFoundError, IntegrityError):
+        return False
 
 
 def _state_of(save: commit.SaveState) -> tuple[FoundState, str]:

@@ -146,3 +146,14 @@ def test_r6_a_newest_checkpoint_of_a_newer_version_is_an_error_and_not_passed_ov
     where.write_bytes(records.canonical(value) + b"\n")
     with pytest.raises(VersionError, match=r"iter_0000200.*Use a newer ckptlib"):
         _restored(tmp_path)
+
+
+def test_a_lost_decision_of_an_exported_checkpoint_is_damage_and_never_becomes_an_abort(tmp_path: Path) -> None:
+    _saved(tmp_path, 100)
+    where = _record(tmp_path, 100, "decision.json")
+    decision = where.read_bytes()
+    where.unlink()
+    with pytest.raises(NoResumePointError, match=r"iter_0000100: its commit decision is gone"):
+        _restored(tmp_path, missing="start")
+    where.write_bytes(decision)
+    assert _restored(tmp_path) == (100, 100.0)
