@@ -10,6 +10,7 @@ import argparse
 import collections
 import datetime
 import decimal
+import enum
 import functools
 import io
 import pathlib
@@ -41,7 +42,7 @@ class Foreign:
     Attributes:
         module, name: its class.
         args: what its constructor was given: ``(value,)`` for an enum member.
-        state: its attributes, as the pickle held them.
+        state: its attributes, as the pickle held them; ``{"member": name}`` for an enum member known by name only.
     """
 
     module: str
@@ -192,6 +193,19 @@ def _foreign(cls: ForeignClass, *arguments: Any) -> Foreign:
     return Foreign(cls.module, cls.name, arguments)
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """``getattr`` in a pickle: how the first releases of Python 3.11 (Debian 12's among them) write an enum member.
+
+    It is looked up among the members of an enum that the table knows; of a class that is not imported only the name is
+    kept. Nothing else has attributes here.
+    """
+    require(type(name) is str, "getattr")
+    if type(owner) is ForeignClass:
+        return Foreign(owner.module, owner.name, state={"member": name})
+    require(isinstance(owner, enum.EnumMeta) and name in owner.__members__, "getattr")
+    return owner.__members__[name]
+
+
 def _foreign_state(instance: Foreign, state: Any) -> Foreign:
     instance.state = state
     return instance
@@ -211,6 +225,7 @@ def _names() -> dict[tuple[str, str], tuple[Any, Callable[..., Any] | None]]:
         ("builtins", "bytearray"): (bytearray, _bytearray),
         ("builtins", "complex"): (complex, _numbers(complex, (float, int), range(1, 3))),
         ("builtins", "range"): (range, _numbers(range, (int,), range(1, 4))),
+        ("builtins", "getattr"): (_member, _member),
         ("builtins", "slice"): (slice, _numbers(slice, (int, type(None)), range(1, 4))),
         ("argparse", "Namespace"): (argparse.Namespace, _empty(argparse.Namespace)),
         ("types", "SimpleNamespace"): (types.SimpleNamespace, _numbers(types.SimpleNamespace, (), range(1))),

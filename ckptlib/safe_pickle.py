@@ -244,6 +244,7 @@ def _metadata_table() -> pickle_vm.Table:
 _SHARED_NAMES = (
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # members of the two enums, as the first releases of Python 3.11 write them
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),  # StorageMeta.checkpoint_id
     ("pathlib", "PurePosixPath"),

@@ -1,7 +1,7 @@
 """Runs the tiny example with repeatable names, so that a crash tool can compare one run's files with another's.
 
 Save ids and temporary names are random by design; here they are counted, anew for each process but never twice in
-one output folder (the number of attempts so far goes in), and clocks stand still.
+one output folder (the number of files so far goes in), and clocks stand still.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "..", "examples")
 def main() -> None:
     """Patches the sources of chance, then runs the example's own command line."""
     root = sys.argv[sys.argv.index("--root") + 1]
-    attempts = os.path.join(root, "run", ".ckpt", "attempts")
-    earlier = len(os.listdir(attempts)) if os.path.isdir(attempts) else 0
+    # Not the attempts: a process that was killed before it created its attempt has left a temporary file too.
+    earlier = sum(len(files) for _, _, files in os.walk(os.path.join(root, "run")))
     numbers = itertools.count()
     uuid.uuid4 = lambda: uuid.UUID(int=(next(numbers) << 96) + earlier)
     time.time = lambda: 1_800_000_000.0 + earlier

@@ -349,6 +349,34 @@ def test_classes_of_megatron_become_inert_values() -> None:
         _ = config.no_such_field
 
 
+def test_enum_members_by_name_are_read_as_the_first_releases_of_python_3_11_write_them() -> None:
+    def member(owner: bytes, name: str) -> bytes:
+        return b"c__builtin__\ngetattr\n(" + owner + text(name) + b"tR"
+
+    pickled = b"\x80\x02](" + member(b"csignal\nSignals\n", "SIGTERM")
+    pickled += member(b"cmegatron.core.transformer.enums\nAttnBackend\n", "auto") + b"e."
+    sigterm, backend = safe_pickle.load_object(container_of(pickled), "common.pt")
+    assert sigterm is signal.SIGTERM
+    assert (backend.module, backend.name, backend.member) == ("megatron.core.transformer.enums", "AttnBackend", "auto")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (b"csignal\nSignals\n", "mro"),
+        (b"csignal\nSignals\n", "__init__"),
+        (b"cargparse\nNamespace\n", "__init__"),
+        (b"c__builtin__\nlist\n", "append"),
+        (text("plain"), "format"),
+        (b"c__builtin__\ngetattr\n", "__globals__"),
+    ],
+)
+def test_getattr_gives_nothing_but_members_of_enums(owner: bytes, name: str) -> None:
+    pickled = b"\x80\x02c__builtin__\ngetattr\n(" + owner + text(name) + b"tR."
+    with pytest.raises(IntegrityError):
+        safe_pickle.load_object(container_of(pickled), "common.pt")
+
+
 @pytest.mark.parametrize(
     ("offset", "size", "stride", "elements"),
     [
