@@ -124,7 +124,7 @@ def inspect(
     saves = [save for save in commit.list_saves(storage, path) if save_id in (None, save.save_id)]
     if save_id is not None and not saves:
         raise NotACheckpointError(f"{storage.url(path)}: no save {save_id} here")
-    if not saves:
+    if (save_id is None and formats.sniff_beside(storage, path, saves) is not None) or not saves:
         return _inspect_foreign(storage, path)
     current = saves[0] if save_id is not None else commit.current_save(storage, path)
     return _inspect_save(storage, path, saves[-1] if current is None else current)

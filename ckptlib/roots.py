@@ -274,10 +274,11 @@ def _scan_entry(
 
 
 def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, kind: Kind) -> list[Found]:
-    """The saves in one iteration directory, oldest first; or the foreign checkpoint that it is."""
+    """The saves in one iteration directory, oldest first; the foreign checkpoint that it is, if none was committed."""
     url = storage.url(path)
     result = []
-    for save in commit.list_saves(storage, path):
+    saves = commit.list_saves(storage, path)
+    for save in saves:
         state, reason = _state_of(save)
         if save.undecided and _is_exported(storage, path, save.save_id):
             save = commit.read_save(storage, path, save.save_id)  # committed since we looked, if its decision is there
@@ -286,12 +287,12 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
                 state, reason = "damaged", "its commit decision is gone, although its exports are there"
         format_ = save.begin.format if save.begin is not None else None
         result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))
-    if not result:
-        foreign = formats.sniff(storage, path)
+    if all(found.state in ("undecided", "aborted") for found in result):
+        foreign = formats.sniff_beside(storage, path, saves)
         if foreign is not None:
             complete, reason = formats.is_foreign_complete(storage, path, foreign)
             state = "foreign" if complete else "foreign-incomplete"
-            result.append(Found(name, path, url, iteration, kind, state, None, foreign, reason))
+            result.insert(0, Found(name, path, url, iteration, kind, state, None, foreign, reason))
     return result
 
 

@@ -158,11 +158,7 @@ def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: i
             f"(save {mine[-1].save_id}) by this attempt. Pass on_exists='replace' to supersede it."
         )
     _refuse_to_be_older(request, saves)
-    # Saves that failed here have left nothing that foreign readers see (W1).
-    ours = any(save.committed or save.tombstoned or save.damage for save in saves) or (
-        saves and request.storage.stat(st.join(request.path, commit.EXPORT_CHECKPOINT)) is not None
-    )
-    if not ours and request.on_exists != "replace" and formats.sniff(request.storage, request.path) is not None:
+    if request.on_exists != "replace" and formats.sniff_beside(request.storage, request.path, saves) is not None:
         raise CheckpointExistsError(
             f"{request.storage.url(request.path)}: holds a checkpoint that another tool wrote. Save elsewhere, or pass "
             "on_exists='replace' to let this one take its place."

@@ -159,8 +159,8 @@ def open_source(
 def _open_foreign(storage: st.Storage, path: str) -> Source:
     url = storage.url(path)
     saves = commit.list_saves(storage, path)
-    format_ = formats.sniff(storage, path)
-    if saves:
+    format_ = formats.sniff_beside(storage, path, saves)
+    if saves and format_ is None:
         states = ", ".join(f"{save.save_id}: {_what_happened(save)}" for save in saves)
         raise UncommittedError(f"{url}: no save was committed here ({states}). Resume from an earlier iteration.")
     if format_ is None:

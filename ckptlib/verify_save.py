@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptlib import commit, records
+from ckptlib import commit, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, VersionError
 from ckptlib.index import ItemIndex
@@ -39,7 +39,7 @@ def find_subject(storage: st.Storage, path: str, save_id: str | None, expected: 
     saves = commit.list_saves(storage, path)
     if save_id is None:
         newest = _newest(storage, path, saves)
-        if newest is None and saves:
+        if newest is None and saves and formats.sniff_beside(storage, path, saves) is None:
             states = ", ".join(f"{s.save_id} ({'deleted' if s.tombstoned else 'not committed'})" for s in saves)
             raise UncommittedError(f"{storage.url(path)}: no committed save here: {states}")
         return newest

@@ -7,13 +7,15 @@ files in one of our directories are exports.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Protocol
 
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, NotACheckpointError
 from ckptlib.formats import torch_dist
 from ckptlib.formats.metadata import METADATA
 
-__all__ = ["is_foreign_complete", "sniff"]
+__all__ = ["is_foreign_complete", "sniff", "sniff_beside"]
 
 MARKER = "metadata.json"
 
@@ -37,6 +39,27 @@ def sniff(storage: st.Storage, path: str) -> str | None:
     if b"/shard_" in keys:
         return "torch_dist"
     return "fsdp_dtensor" if b"optimizer.param_to_group_meta." in keys else "torch_dcp"
+
+
+class _Save(Protocol):
+    @property
+    def committed(self) -> bool: ...
+    @property
+    def tombstoned(self) -> bool: ...
+    @property
+    def damage(self) -> Exception | None: ...
+
+
+def sniff_beside(storage: st.Storage, path: str, saves: Sequence[_Save]) -> str | None:
+    """`sniff` where saves of ours left a trace: what failed there has left nothing that others read (W1).
+
+    None when what lies there may be exports of ours.
+    """
+    if any(save.committed or save.tombstoned or save.damage is not None for save in saves):
+        return None
+    if saves and storage.stat(st.join(path, "checkpoint.json")) is not None:
+        return None
+    return sniff(storage, path)
 
 
 def is_foreign_complete(storage: st.Storage, path: str, format: str) -> tuple[bool, str]:

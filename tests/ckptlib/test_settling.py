@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib import Checkpointer, commit, records
+from ckptlib import Checkpointer, commit, records, roots
 from ckptlib.errors import CheckpointExistsError, NoResumePointError, VersionError
 from ckptlib.events import AttemptEvent, CommitEvent
+from ckptlib.storage import resolve
 
 
 class Listener:
@@ -135,6 +136,14 @@ def test_w9_a_failed_replacement_of_a_foreign_checkpoint_gives_no_right_to_overw
             ckptlib.save(state, str(tmp_path), iteration=1, on_exists="replace")
     with pytest.raises(CheckpointExistsError, match="another tool wrote"):
         ckptlib.save(state, str(tmp_path), iteration=1)
+    assert ckptlib.inspect(str(tmp_path)).committed
+    assert ckptlib.verify(str(tmp_path)).ok
+    ckptlib.load(state, str(tmp_path))
+    assert state["w"].tolist() == [1, 1, 1, 1]
+    assert [found.state for found in roots.scan_directory(*resolve(str(tmp_path)), "x", 1, "persistent")] == [
+        "foreign",
+        "aborted",
+    ]
 
 
 def test_r6_a_newest_checkpoint_of_a_newer_version_is_an_error_and_not_passed_over(tmp_path: Path) -> None:
