@@ -102,14 +102,25 @@ def root_of(path: str) -> str:
 
 
 def list_saves(storage: st.Storage, path: str) -> list[SaveState]:
-    """Every save that left a trace in an iteration directory, oldest first."""
-    names = [
-        entry.name for entry in storage.list(st.join(path, CONTROL)) if entry.is_dir and SAVE_ID.fullmatch(entry.name)
-    ]
-    if not names:
-        return []
-    buried = _tombstones(storage, path)
-    return [read_save(storage, path, name, tombstoned=name in buried) for name in sorted(names)]
+    """Every save that left a trace in an iteration directory, oldest first.
+
+    Several files are read, one after the other, while others may write. Saves are read from the oldest on, and again
+    when there are others than before: a save that is being removed is never the only one that is seen, because the
+    one that replaces it is committed, and therefore there, before the removal begins.
+    """
+    names = _save_names(storage, path)
+    while names:
+        buried = _tombstones(storage, path)
+        saves = [read_save(storage, path, name, tombstoned=name in buried) for name in names]
+        before, names = names, _save_names(storage, path)
+        if names == before:
+            return saves
+    return []
+
+
+def _save_names(storage: st.Storage, path: str) -> list[str]:
+    entries = storage.list(st.join(path, CONTROL))
+    return sorted(entry.name for entry in entries if entry.is_dir and SAVE_ID.fullmatch(entry.name))
 
 
 def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool | None = None) -> SaveState:
