@@ -209,13 +209,7 @@ def read_index(storage: st.Storage, path: str, manifest: Manifest) -> ItemIndex:
         IntegrityError: the index is missing, or other bytes than were committed.
     """
     (entry,) = manifest.files_of("index")
-    where = storage.url(st.join(path, entry.path))
-    data = _get(storage, st.join(path, entry.path))
-    if data is None:
-        raise IntegrityError(f"{where}: missing, although the save was committed")
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise IntegrityError(f"{where}: damaged: its SHA-256 is not the manifest's {entry.sha256}")
-    return ItemIndex.decode(data, where)
+    return ItemIndex.decode(_get_checked(storage, path, entry), storage.url(st.join(path, entry.path)))
 
 
 # --- writing: begin, records ------------------------------------------------------------------------------------------
@@ -422,15 +416,19 @@ def integrity_bytes(manifest: Manifest) -> bytes:
 
 
 def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[str, bytes]]:
-    """Name and bytes of every export of a committed save, in the order of W5."""
+    """Name and bytes of every export of a committed save, in the order of W5.
+
+    Raises:
+        IntegrityError: what an export would be copied from is damaged or gone; the export may be all that is left.
+    """
     manifest_bytes = read_manifest_bytes(storage, path, save)
     manifest = Manifest.decode(manifest_bytes, _manifest_url(storage, path, save.save_id))
     exports = [(EXPORT_CHECKPOINT, manifest_bytes)]
     sources = {entry.role: entry for entry in manifest.files if entry.role in ("common", "metadata")}
     if "common" in sources:
-        exports.append((EXPORT_COMMON, storage.get(st.join(path, sources["common"].path))))
+        exports.append((EXPORT_COMMON, _get_checked(storage, path, sources["common"])))
     exports.append((EXPORT_INTEGRITY, integrity_bytes(manifest)))
-    exports.append((EXPORT_METADATA, storage.get(st.join(path, sources["metadata"].path))))
+    exports.append((EXPORT_METADATA, _get_checked(storage, path, sources["metadata"])))
     if EXPORT_MARKER in manifest.exports:
         exports.append((EXPORT_MARKER, MARKER_BYTES))
     return exports
@@ -529,6 +527,17 @@ def _create_or_read(storage: st.Storage, where: str, data: bytes) -> bytes:
         storage.create(where, data)
     except FileExistsError:
         return storage.get(where)
+    return data
+
+
+def _get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
+    """A small file of a committed save, compared with the manifest's digest."""
+    where = storage.url(st.join(path, entry.path))
+    data = _get(storage, st.join(path, entry.path))
+    if data is None:
+        raise IntegrityError(f"{where}: missing, although the save was committed")
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise IntegrityError(f"{where}: damaged: its SHA-256 is not the manifest's {entry.sha256}")
     return data
 
 

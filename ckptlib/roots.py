@@ -285,6 +285,11 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
             state, reason = _state_of(save)
             if save.undecided:
                 state, reason = "damaged", "its commit decision is gone, although its exports are there"
+        if save.begin is not None and kind != "release" and save.begin.iteration != iteration:
+            state, reason = (
+                "damaged",
+                f"its records are of iteration {save.begin.iteration}: was the directory renamed?",
+            )
         format_ = save.begin.format if save.begin is not None else None
         result.append(Found(name, path, url, iteration, kind, state, save, format_, reason))
     if all(found.state in ("undecided", "aborted") for found in result):

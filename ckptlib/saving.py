@@ -18,7 +18,14 @@ from dataclasses import dataclass, field, replace
 from ckptlib import commit, formats
 from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, lead
-from ckptlib.errors import CheckpointExistsError, FencedError, IntegrityError, SaveAbortedError, StateError
+from ckptlib.errors import (
+    CheckpointExistsError,
+    DisagreementError,
+    FencedError,
+    IntegrityError,
+    SaveAbortedError,
+    StateError,
+)
 from ckptlib.index import items_to_json
 from ckptlib.manifest import Begin, Decision, RankRecord
 from ckptlib.plan import LocalPlan, TensorPiece, WritePlan, make_write_plan, values_digest
@@ -101,16 +108,16 @@ def run_save(group: Group, prepare: Callable[[], SaveRequest]) -> tuple[SaveResu
     clock = _Phases(started)
     prepared: tuple[SaveRequest, LocalPlan] | None = None
 
-    def plan_locally() -> LocalPlan:
+    def plan_locally() -> tuple[LocalPlan, tuple[str, int]]:
         nonlocal prepared
         request = prepare()
         prepared = request, describe(request.flat)
-        return prepared[1]
+        return prepared[1], (request.storage.url(request.path), request.begin.iteration)
 
-    local_plans = agree(group, "plan", plan_locally)
+    answers = agree(group, "plan", plan_locally) or []
     assert prepared is not None  # else `agree` has raised
     request, values = prepared[0], prepared[1].values
-    begin, plan = lead(group, "begin", lambda: _begin(request, local_plans or [], group.world_size))
+    begin, plan = lead(group, "begin", lambda: _begin(request, answers, group.world_size))
     clock.mark("plan")
     try:
         written = agree(group, "write", lambda: _write(request, begin, plan, group.rank, values))
@@ -145,8 +152,16 @@ class _Phases:
         self._last = now
 
 
-def _begin(request: SaveRequest, local_plans: Sequence[LocalPlan], world_size: int) -> tuple[Begin, WritePlan]:
-    plan = make_write_plan(local_plans)
+def _begin(
+    request: SaveRequest, answers: Sequence[tuple[LocalPlan, tuple[str, int]]], world_size: int
+) -> tuple[Begin, WritePlan]:
+    for rank, (_, place) in enumerate(answers):
+        if place != answers[0][1]:
+            raise DisagreementError(
+                f"rank 0 saves iteration {answers[0][1][1]} at {answers[0][1][0]}, "
+                f"rank {rank} iteration {place[1]} at {place[0]}"
+            )
+    plan = make_write_plan([local for local, _ in answers])
     saves = commit.list_saves(request.storage, request.path)
     for save in saves:
         if save.tombstoned:

@@ -228,7 +228,7 @@ def test_an_aborted_save_is_no_checkpoint(free: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_checkpoint_of_a_newer_major_version_is_a_clear_error(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue: an unknown newer manifest version."""
+    """An unknown newer manifest version."""
     for schema, error in (("1.9", None), ("2.0", VersionError)):
         url = f"{free}_{schema}"
         with monkeypatch.context() as patch:
@@ -316,7 +316,7 @@ def test_tensors_that_have_no_plain_bytes_are_refused_before_any_byte(free: str)
 
 
 def test_wrong_tilings_are_refused_before_any_byte(free: str) -> None:
-    """Issue: an uncovered or doubly covered tensor (wrong `replica_id`)."""
+    """An uncovered or doubly covered tensor (wrong `replica_id`)."""
     left, right = (ShardedTensor("w", torch.zeros(2), (4,), Box((at,), (2,))) for at in (0, 2))
     copy = ShardedTensor("w", torch.zeros(3), (4,), Box((1,), (3,)))
     not_main = ShardedTensor("w", torch.zeros(2), (4,), Box((2,), (2,)), replica_id=1)

@@ -30,7 +30,7 @@ def assert_restores(root: str, iteration: int, state: dict[str, Any]) -> None:
 
 
 def test_a_full_disk_fails_the_save_by_name_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    """Issue: a full disk during save, on a filesystem that really is full."""
+    """A full disk during save, on a filesystem that really is full."""
     with small_filesystem(tmp_path / "small", size="1m") as disk:
         root = str(disk / "run")
         checkpointer = Checkpointer(root, run="run")
@@ -48,7 +48,7 @@ def test_a_full_disk_fails_the_save_by_name_and_the_old_checkpoint_stays(tmp_pat
 
 
 def test_a_read_only_filesystem_fails_by_name_and_is_still_read(tmp_path: Path) -> None:
-    """Issue: a read-only directory."""
+    """A read-only directory."""
     with small_filesystem(tmp_path / "small") as disk:
         url = str(disk / "iter_0000001")
         ckptlib.save(small_state(1.0), url, iteration=1)

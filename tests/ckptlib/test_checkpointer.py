@@ -55,7 +55,7 @@ def test_each_process_lifetime_is_an_attempt_with_a_number_of_its_own(root: str)
 
 @pytest.mark.parametrize("run", ["with spaces", "a/b/../c", "größe 重み", "quote'\"", "-"])
 def test_a_run_may_have_any_printable_name(root: str, run: str) -> None:
-    """Issue: a run name with spaces or slashes. It never becomes a path."""
+    """A run name with spaces or slashes. It never becomes a path."""
     job(root, run=run).save(small_state(), iteration=1)
     assert ckptlib.inspect(f"{root}/iter_0000001").run == run
     assert {*os.listdir(root)} == {".ckpt", "iter_0000001", roots.TRACKER}
@@ -125,7 +125,7 @@ def test_a_new_attempt_settles_what_an_older_one_left(root: str) -> None:
 
 @pytest.mark.parametrize(("iteration", "name"), [(0, "iter_0000000"), (10_000_000, "iter_10000000")])
 def test_the_first_and_the_ten_millionth_iteration_are_iterations(root: str, iteration: int, name: str) -> None:
-    """Issue: an iteration of 0 and of 10,000,000; the name grows past seven digits."""
+    """An iteration of 0 and of 10,000,000; the name grows past seven digits."""
     checkpointer = job(root)
     result = checkpointer.save(small_state(3.0), iteration=iteration)
     assert os.path.basename(result.url) == name
@@ -247,7 +247,7 @@ def test_contents_that_name_nothing_are_refused(root: str) -> None:
 
 
 def test_parts_are_saved_and_restored_by_choice(root: str) -> None:
-    """Issue: `contents=` chooses what is saved, optimizer and scheduler separately."""
+    """`contents=` chooses what is saved, optimizer and scheduler separately."""
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}, "scheduler": {"epoch": 3}}
     checkpointer = job(root, contents=["model", "scheduler"])
     info = ckptlib.inspect(checkpointer.save(state, iteration=1).url)
@@ -468,7 +468,7 @@ def run_steps(state: dict[str, Any], count: int) -> list[float]:
 
 
 def test_the_losses_after_a_resume_are_bitwise_those_of_an_uninterrupted_run(root: str) -> None:
-    """Issue: on the same topology; with RNG, scheduler, moments and whatever happened in between."""
+    """On the same topology; with RNG, scheduler, moments and whatever happened in between."""
     state = training(seed=0)
     random.seed(0)
     np.random.seed(0)

@@ -320,7 +320,7 @@ def check_three_ranks_save_and_load(rank: int, folder: str) -> None:
 
 
 def check_one_tensor_parallel_rank_takes_up_training_of_two(rank: int, folder: str) -> None:
-    """Issue: saved at TP=2 x DP=2, loaded at TP=1 x DP=2: whole tensors, optimizer state included."""
+    """Saved at TP=2 x DP=2, loaded at TP=1 x DP=2: whole tensors, optimizer state included."""
     target = job(tp=False)
     train(target, 1, seed=3)
     ckptlib.load(target, f"{folder}/training")

@@ -79,7 +79,7 @@ def check_a_value_that_differs_is_named_on_all(rank: int, folder: str) -> None:
 
 
 def check_wrong_replica_ids_are_named_on_all(rank: int, folder: str) -> None:
-    """Issue: an uncovered or doubly covered tensor (wrong `replica_id`)."""
+    """An uncovered or doubly covered tensor (wrong `replica_id`)."""
     for replica, match in ((0, r"'w'.*would both be written"), (1, r"'w'.*no rank is the main replica")):
         shard = ShardedTensor.from_box("w", torch.zeros(4), (4,), (0,), replica_id=replica)
         with pytest.raises(TilingError, match=match):
@@ -112,7 +112,7 @@ def check_a_sparse_tensor_on_one_rank_is_named_on_all(rank: int, folder: str) ->
 
 
 def check_a_full_disk_on_one_rank_fails_all_and_leaves_the_old_one(rank: int, folder: str) -> None:
-    """Issue: a full disk during save; nothing is lost."""
+    """A full disk during save; nothing is lost."""
     url = f"{folder}/full"
     ckptlib.save(state(rank, 2, 1.0), url, iteration=1)
     big = state(rank, 2, 2.0) | {"big": ShardedTensor.from_rank_offsets("big", torch.zeros(2**18), (0, rank, 2))}

@@ -101,7 +101,7 @@ def test_a_begin_record_means_the_same_after_reading(begin: Begin) -> None:
 
 
 def test_metrics_may_be_nan_and_infinite() -> None:
-    """Issue: NaN in metrics."""
+    """NaN in metrics."""
     begin = dataclasses.replace(BEGIN, metrics={"loss": math.nan, "best": math.inf, "worst": -math.inf})
     metrics = Begin.decode(begin.encode(), "begin.json").metrics
     assert math.isnan(metrics["loss"])
@@ -139,7 +139,7 @@ def test_members_of_the_future_are_ignored_and_missing_ones_are_named(kind: str)
 
 
 def test_a_manifest_of_a_newer_major_version_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue: an unknown newer manifest version."""
+    """An unknown newer manifest version."""
     monkeypatch.setattr(records, "SCHEMA", "2.0")
     data = Manifest(BEGIN, (), {}).encode()
     with pytest.raises(VersionError, match=r"checkpoint\.json: written with schema 2\.0.*reads up to 1\.x"):

@@ -316,7 +316,7 @@ def test_a_value_that_differs_between_ranks_is_named_with_both_ranks() -> None:
 
 
 def test_a_tensor_without_a_main_replica_is_named() -> None:
-    """Issue: wrong `replica_id`."""
+    """Wrong `replica_id`."""
     half = piece("w", (4,), Box((0,), (2,)), True)
     other = piece("w", (4,), Box((2,), (2,)), False)
     with pytest.raises(TilingError, match=r"'w': 2 of 4 elements would be written; no rank is the main replica"):
@@ -324,7 +324,7 @@ def test_a_tensor_without_a_main_replica_is_named() -> None:
 
 
 def test_a_tensor_with_two_main_replicas_is_named() -> None:
-    """Issue: wrong `replica_id`."""
+    """Wrong `replica_id`."""
     whole = piece("w", (4,), Box((0,), (4,)), True)
     with pytest.raises(TilingError, match=r"'w': \[0:4\] and \[0:4\] would both be written.*replica_id other than 0"):
         make_write_plan([LocalPlan((whole,), {}, {}), LocalPlan((whole,), {}, {})])

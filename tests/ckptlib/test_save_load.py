@@ -119,7 +119,7 @@ def test_parameters_that_require_gradients_are_filled(url: str) -> None:
 
 
 def test_plain_torch_reads_tensors_and_plain_values(checkpoint: str) -> None:
-    """Issue: a checkpoint we write loads with plain `torch.distributed.checkpoint.load`, also its plain values."""
+    """A checkpoint we write loads with plain `torch.distributed.checkpoint.load`, also its plain values."""
     wanted = everything()
     state = {name: blanked(wanted[name]) for name in ("model", "values", "iteration", "args")}
     state["decoder.w"] = torch.zeros(3, 4, 6)
@@ -164,7 +164,7 @@ def test_plain_torch_fills_an_optimizer_from_ours(tmp_path: Path) -> None:
 
 
 def test_plain_torch_loads_every_item_with_weights_only(checkpoint: str) -> None:
-    """Issue: each item is a `torch.save` container of its own at (file, offset, length)."""
+    """Each item is a `torch.save` container of its own at (file, offset, length)."""
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     assert len(metadata.storage_data) > 20
     for index, info in metadata.storage_data.items():
@@ -207,7 +207,7 @@ def test_a_part_of_a_checkpoint_is_loaded_with_what_is_left_out_reported(checkpo
 
 
 def test_contents_choose_which_parts_are_saved(url: str) -> None:
-    """Issue: `contents=` chooses what is saved."""
+    """`contents=` chooses what is saved."""
     ckptlib.save(
         {"model": {"w": torch.ones(1)}, "optimizer": {"m": torch.ones(1)}}, url, iteration=1, contents=["model"]
     )

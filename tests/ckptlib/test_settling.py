@@ -166,3 +166,21 @@ def test_a_lost_decision_of_an_exported_checkpoint_is_damage_and_never_becomes_a
         _restored(tmp_path, missing="start")
     where.write_bytes(decision)
     assert _restored(tmp_path) == (100, 100.0)
+
+
+def test_a_good_export_is_not_replaced_by_the_damaged_file_it_was_copied_from(tmp_path: Path) -> None:
+    """W5: the copy in the iteration directory may be all that is left."""
+    result = Checkpointer(str(tmp_path), run="r").save({"model": {"w": torch.arange(4.0)}}, iteration=5)
+    directory = Path(result.url)
+    exported = (directory / "common.pt").read_bytes()
+    (directory / ".ckpt" / result.save_id / "common.pt").write_bytes(exported[:-1] + bytes([exported[-1] ^ 1]))
+    Checkpointer(str(tmp_path), run="r")
+    assert (directory / "common.pt").read_bytes() == exported
+
+
+def test_a_renamed_iteration_directory_is_not_taken_for_another_iteration(tmp_path: Path) -> None:
+    """R6: what is restored at 200 would be the state of 100."""
+    Checkpointer(str(tmp_path), run="r").save({"model": {"w": torch.arange(4.0)}}, iteration=100)
+    (tmp_path / "iter_0000100").rename(tmp_path / "iter_0000200")
+    with pytest.raises(NoResumePointError, match="of iteration 100: was the directory renamed"):
+        Checkpointer(str(tmp_path), run="r").restore({"model": {"w": torch.zeros(4)}})
