@@ -388,15 +388,21 @@ def _write_manifest(
 
 
 def _decide(storage: st.Storage, path: str, decision: Decision) -> Decision:
-    """Creates the decision; after any failure the one that stands is read back (W4)."""
+    """Creates the decision; if there is one already, or the answer was lost, the one that stands is read back (W4)."""
     where = st.join(save_dir(path, decision.save_id), DECISION)
     try:
-        storage.create(where, decision.encode())
-    except OSError as error:
-        # Exists already, or the answer was lost on the way: what is there counts. Ours is told by its decider id.
-        standing = read_decision(storage, path, decision.save_id)
+        try:
+            storage.create(where, decision.encode())
+        except FileExistsError:
+            raise
+        except OSError as error:
+            # It may be there although the answer was lost, or be there and not durable: only a second try tells.
+            log.warning("%s: deciding again after: %s", storage.url(where), error)
+            storage.create(where, decision.encode())
+    except FileExistsError:
+        standing = read_decision(storage, path, decision.save_id)  # ours is told by its decider id
         if standing is None:
-            raise error
+            raise
         return standing
     return decision
 

@@ -6,7 +6,8 @@ objects, which mangle URIs. Every backend keeps the same promises and passes the
 * `open_write` / `WriteStream.finish`: when `finish` returns, the file and its name are durable. Until then nothing
   may count on it. An exception or a dropped stream never publishes a file as finished.
 * `put`: all or nothing, replaces, durable. `create`: the same, and fails with `FileExistsError` if the name exists;
-  of several that race, exactly one succeeds (unless `capabilities.exclusive_create` is false).
+  of several that race, exactly one succeeds (unless `capabilities.exclusive_create` is false). The others may build on
+  what is there: it is durable before they are told.
 * `list`, `stat`, `get` see every write that finished before they began, by whomever. No listing caches.
 """
 

@@ -53,10 +53,13 @@ class PosixStorage:
         sync_directory(base.parent(path))
 
     def create(self, path: str, data: bytes) -> None:
-        """Temporary file, fsync, hard link, directory fsync."""
+        """Temporary file, fsync, hard link, directory fsync; the last also for a name that another writer made."""
         temporary = self._write_temporary(path, data)
         try:
             os.link(temporary, path)
+        except FileExistsError:
+            sync_directory(base.parent(path))
+            raise
         finally:
             _unlink_quietly(temporary)
         sync_directory(base.parent(path))
