@@ -124,9 +124,11 @@ def _save_names(storage: st.Storage, path: str) -> list[str]:
 
 
 def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool | None = None) -> SaveState:
-    """The state of one save; damaged records are reported in it, not raised."""
-    if tombstoned is None:
-        tombstoned = save_id in _tombstones(storage, path)
+    """The state of one save; damaged records are reported in it, not raised.
+
+    Args:
+        tombstoned: what is known of that: True for good; False as of a moment ago; None: not looked at yet.
+    """
     begin, decision, damage = None, None, None
     try:
         where = st.join(save_dir(path, save_id), BEGIN)
@@ -135,7 +137,10 @@ def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool 
         decision = read_decision(storage, path, save_id)
     except IntegrityError as error:
         damage = error
-    return SaveState(save_id, begin, decision, tombstoned, damage)
+    if not tombstoned and (tombstoned is None or decision is None):
+        # Asked last: whoever removes a decision has written the tombstone first, so "undecided" is never a removed one.
+        tombstoned = save_id in _tombstones(storage, path)
+    return SaveState(save_id, begin, decision, bool(tombstoned), damage)
 
 
 def read_decision(storage: st.Storage, path: str, save_id: str) -> Decision | None:
