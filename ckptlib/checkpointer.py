@@ -327,7 +327,7 @@ class Checkpointer:
                 if event is not None:
                     committed.append(event)
         if self._tracker == "committed":
-            roots.write_tracker(self._storage, self._root, may_write=lambda: not self._fenced(attempt.number))
+            roots.write_tracker(self._storage, self._root)
         return identity, attempt
 
     def _after_commit(self, path: str, begin: Begin, decision: Decision) -> None:
@@ -368,6 +368,8 @@ class Checkpointer:
         self._newest_saved[begin.kind] = begin.iteration
         if not self._fenced(self.attempt):
             roots.put_tracker(self._storage, self._root, begin.iteration, begin.kind)
+            if self._fenced(self.attempt):  # overtaken meanwhile: a newer attempt's tracker may be lost under ours
+                roots.write_tracker(self._storage, self._root)
 
     def _fenced(self, attempt: int) -> bool:
         return roots.newest_attempt(self._storage, self._root) > attempt

@@ -408,7 +408,7 @@ def tracker_mode(storage: st.Storage, root: str) -> str | None:
 
 def put_tracker(storage: st.Storage, root: str, iteration: int | None, kind: Kind = "persistent") -> None:
     """Makes a tracker name this iteration; None: no iteration may be loaded, so the tracker goes."""
-    directory = root if kind == "persistent" else st.join(root, NON_PERSISTENT)
+    directory = _tracker_directory(root, kind)
     where = st.join(directory, TRACKER)
     if iteration is None:
         storage.remove([where])
@@ -416,19 +416,29 @@ def put_tracker(storage: st.Storage, root: str, iteration: int | None, kind: Kin
         storage.put(where, str(iteration).encode())
 
 
-def write_tracker(storage: st.Storage, root: str, *, may_write: Callable[[], bool] = lambda: True) -> int | None:
-    """Makes the trackers name the newest committed checkpoint (W6): an exported view, never the truth."""
-    found = [f for f in scan(storage, root).found if f.state == "committed"]
-    newest: int | None = None
-    for kind in TRACKED_KINDS:
-        best = max((f for f in found if f.kind == kind), key=lambda f: f.order, default=None)
-        if best is None:
-            continue
-        if may_write():
-            put_tracker(storage, root, best.iteration, kind)
-        if kind == "persistent":
-            newest = best.iteration
-    return newest
+def write_tracker(storage: st.Storage, root: str) -> int | None:
+    """Makes the trackers name the newest committed checkpoint (W6): an exported view, never the truth.
+
+    Like a roll-forward, it does not end before what it reads back is right: what it wrote may have been overtaken.
+    Where the newest attempt leaves the trackers to whoever verifies, it writes nothing.
+
+    Returns:
+        The newest persistent iteration.
+    """
+    while True:
+        newest: dict[Kind, int] = {}
+        for found in sorted(scan(storage, root).found, key=lambda found: found.order):
+            if found.state == "committed" and found.kind in TRACKED_KINDS:
+                newest[found.kind] = found.iteration
+        stale = [kind for kind, i in newest.items() if read_tracker(storage, _tracker_directory(root, kind)) != str(i)]
+        if not stale or tracker_mode(storage, root) == "verified":
+            return newest.get("persistent")
+        for kind in stale:
+            put_tracker(storage, root, newest[kind], kind)
+
+
+def _tracker_directory(root: str, kind: Kind) -> str:
+    return root if kind == "persistent" else st.join(root, NON_PERSISTENT)
 
 
 def read_tracker(storage: st.Storage, directory: str) -> str | None:
