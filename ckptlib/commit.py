@@ -446,8 +446,12 @@ def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[s
 
 
 def export_changes(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
-    """What a roll-forward has to change: names to write, and names to remove that a save of another format left."""
-    stale = [name for name, data in exports if _get(storage, st.join(path, name)) != data]
+    """What a roll-forward has to change: names to write, and names to remove that a save of another format left.
+
+    The marker is read first. Whoever found a wrong export took the marker away before mending it; so who finds the
+    marker absent and everything else right really saw everything right after that.
+    """
+    stale = [name for name, data in reversed(exports) if _get(storage, st.join(path, name)) != data]
     names = {name for name, _ in exports}
     obsolete = [
         name
@@ -480,7 +484,12 @@ def _roll_forward_once(storage: st.Storage, path: str) -> tuple[SaveState | None
     save = current_save(storage, path)
     if save is None:
         return None, True
-    exports = export_plan(storage, path, save)
+    try:
+        exports = export_plan(storage, path, save)
+    except IntegrityError:
+        if _is_current(storage, path, save):
+            raise
+        return save, False  # replaced and removed meanwhile
     stale, obsolete = export_changes(storage, path, exports)
     if not stale and not obsolete:
         _remove_records(storage, path, save)
@@ -493,11 +502,15 @@ def _roll_forward_once(storage: st.Storage, path: str) -> tuple[SaveState | None
     for name, data in exports:
         if name not in stale:
             continue
-        newest = current_save(storage, path)
-        if newest is None or newest.save_id != save.save_id:  # by id: a record with a NaN equals nothing
+        if not _is_current(storage, path, save):
             break
         storage.put(st.join(path, name), data)
     return save, False
+
+
+def _is_current(storage: st.Storage, path: str, save: SaveState) -> bool:
+    newest = current_save(storage, path)
+    return newest is not None and newest.save_id == save.save_id  # by id: a record with a NaN equals nothing
 
 
 def bury(storage: st.Storage, path: str, save_id: str) -> None:
