@@ -30,7 +30,7 @@ from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedE
 from ckptlib.formats import torch_dist
 from ckptlib.index import ChunkItem, ItemIndex, ObjectItem, items_from_json
 from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord
-from ckptlib.plan import check_tiling
+from ckptlib.tiling import check_tiling
 
 log = logging.getLogger("ckptlib")
 

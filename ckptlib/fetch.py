@@ -17,7 +17,7 @@ from isal import isal_zlib
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, UnsupportedError
 from ckptlib.index import UNKNOWN, ChunkItem, Location
-from ckptlib.plan import contiguous_runs
+from ckptlib.read_plan import contiguous_runs
 from ckptlib.sharding import Box
 from ckptlib.source import Source
 from ckptlib.state import memory_of

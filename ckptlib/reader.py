@@ -29,7 +29,7 @@ from ckptlib.errors import (
 from ckptlib.fetch import Fetch, fetch_all
 from ckptlib.formats import torch_dist
 from ckptlib.index import ChunkItem, ItemIndex
-from ckptlib.plan import ReadPiece, intersect_chunks, missing_elements
+from ckptlib.read_plan import ReadPiece, intersect_chunks, missing_elements
 from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
 from ckptlib.source import Source, open_source

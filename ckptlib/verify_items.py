@@ -14,8 +14,8 @@ from ckptlib import storage as st
 from ckptlib.errors import CkptError, RecordError, StateError, UnsupportedError
 from ckptlib.formats import torch_dist
 from ckptlib.index import UNKNOWN, ChunkItem, ItemIndex, Location, ObjectItem
-from ckptlib.plan import check_tiling
 from ckptlib.safe_pickle import check_object
+from ckptlib.tiling import check_tiling
 from ckptlib.verify_files import Sealed
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import StateError
-from ckptlib.plan import check_tiling
 from ckptlib.sharding import Box, ShardedObject, ShardedTensor, flat_range_boxes, is_main_replica
+from ckptlib.tiling import check_tiling
 from tests.support.tilings import boxes_in, coverage, shapes, slices
 
 
