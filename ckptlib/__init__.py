@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from ckptlib.restoring import Restored
     from ckptlib.rng import RngTracker
     from ckptlib.saving import SaveResult
-    from ckptlib.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
+    from ckptlib.sharding import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        WholeValue,
+    )
     from ckptlib.topology import Topology
     from ckptlib.verification import VerifyReport, verify
 
@@ -35,8 +41,10 @@ __all__ = [
     "SaveResult",
     "ShardedObject",
     "ShardedTensor",
+    "ShardedTensorFactory",
     "Topology",
     "VerifyReport",
+    "WholeValue",
     "errors",
     "inspect",
     "load",
@@ -55,8 +63,10 @@ _HOMES = {
     "SaveResult": "saving",
     "ShardedObject": "sharding",
     "ShardedTensor": "sharding",
+    "ShardedTensorFactory": "sharding",
     "Topology": "topology",
     "VerifyReport": "verification",
+    "WholeValue": "sharding",
     "inspect": "inspection",
     "load": "reader",
     "read": "reader",

@@ -1,14 +1,15 @@
 """How pieces of state lie in global coordinates. Pure: torch appears in annotations only.
 
-The three wrappers mean the same as Megatron-Core's (`megatron.core.dist_checkpointing.mapping`): a
-`ShardedTensor` says which box of which global tensor its data is, a `ShardedObject` which cell of a grid,
-and a `LocalNonpersistentObject` is dropped on save and kept as it is on load.
+The wrappers mean the same as Megatron-Core's (`megatron.core.dist_checkpointing.mapping`): a `ShardedTensor` says
+which box of which global tensor its data is, a `ShardedTensorFactory` makes such pieces of a tensor that is stored in
+another form, a `ShardedObject` says which cell of a grid it is, and a `LocalNonpersistentObject` is dropped on save
+and kept as it is on load.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,7 @@ class ShardedTensor:
         data: torch.Tensor,
         *,
         replica_id: ReplicaId = 0,
+        allow_shape_mismatch: bool = False,
     ) -> list[ShardedTensor]:
         """A contiguous range of a flattened local shard, as boxes in global coordinates; no communication.
 
@@ -174,7 +176,8 @@ class ShardedTensor:
         Args:
             global_shape: shape of the parameter's global tensor.
             box: where the local shard lies in it; several boxes when the local shard is their concatenation along the
-                first axis (the gate and up halves of a gated MLP).
+                first axis (the gate and up halves of a gated MLP). For a tensor that a `ShardedTensorFactory` takes
+                apart, see `ckptlib.factories.flat_range`.
             start, stop: the range, in elements of the flattened local shard.
             data: (stop - start,) the elements; the pieces are views of it.
 
@@ -199,7 +202,7 @@ class ShardedTensor:
                         tuple(o + p for o, p in zip(part.box.offset, piece.offset, strict=True)), part.box.shape
                     )
                     local = flat[at : at + placed.volume].reshape(placed.shape)
-                    shards.append(cls(key, local, tuple(global_shape), placed, replica_id))
+                    shards.append(cls(key, local, tuple(global_shape), placed, replica_id, allow_shape_mismatch))
             begin = end
         return shards
 
@@ -271,6 +274,47 @@ class ShardedObject:
         """Name on storage, as Megatron-Core writes it: ``<key>/shard_<offset>_<shape>``."""
         offset, shape = (".".join(map(str, axes)) for axes in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
+
+
+@dataclass
+class ShardedTensorFactory:
+    """A local tensor that is stored in another form: built before a save, merged after a load.
+
+    Same meaning as Megatron-Core's `ShardedTensorFactory`: the halves of a gated MLP that are stored apart, an FP8
+    tensor that is stored in high precision. `ckptlib.factories` makes the usual ones.
+
+    On load, built pieces that are views of `data` are filled where they are; anything else is merged and copied into
+    `data`.
+
+    Attributes:
+        key: name of what is stored, handed to `build_fn`.
+        data: the local tensor, as the model holds it.
+        build_fn: (key, data, replica_id) -> nested dicts and lists of `ShardedTensor` and `ShardedObject`. What it
+            returns depends on its arguments only, so that an optimizer's state is stored like its parameter.
+        merge_fn: its inverse: the same nesting with the loaded tensors and objects -> a tensor like `data`.
+        replica_id: which copy this is, handed to `build_fn`.
+    """
+
+    key: str
+    data: torch.Tensor
+    build_fn: Callable[[str, torch.Tensor, ReplicaId], Any]
+    merge_fn: Callable[[Any], torch.Tensor]
+    replica_id: ReplicaId = 0
+
+    def build(self) -> Any:
+        """The pieces to store, or to fill."""
+        return self.build_fn(self.key, self.data, self.replica_id)
+
+    def merge(self, loaded: Any) -> torch.Tensor:
+        """The local tensor that the loaded pieces make."""
+        return self.merge_fn(loaded)
+
+
+@dataclass
+class WholeValue:
+    """One plain value under its path, whatever it holds: a dict or a list that is not taken apart into leaves."""
+
+    obj: Any
 
 
 @dataclass

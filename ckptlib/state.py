@@ -1,10 +1,10 @@
 """State tree -> leaves with global coordinates, and back.
 
-A state is a nested dict whose leaves are tensors, DTensors, `ShardedTensor`, `ShardedObject`,
-`LocalNonpersistentObject`, `Stateful` objects (anything with ``state_dict`` and ``load_state_dict``), torch
-optimizers and plain values. Names follow torch's distributed checkpoint (`traverse_state_dict`), which reads what is
-written here: the dotted path, the elements of a list by number when it holds tensors or dicts, any other list and
-every tuple as one value. The `Sharded*` leaves carry names of their own, as in Megatron-Core.
+A state is a nested dict whose leaves are tensors, DTensors, `ShardedTensor`, `ShardedObject`, `ShardedTensorFactory`,
+`LocalNonpersistentObject`, `WholeValue`, `Stateful` objects (anything with ``state_dict`` and ``load_state_dict``),
+torch optimizers and plain values. Names follow torch's distributed checkpoint (`traverse_state_dict`), which reads
+what is written here: the dotted path, the elements of a list by number when it holds tensors or dicts, any other list
+and every tuple as one value. The `Sharded*` leaves carry names of their own, as in Megatron-Core.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ckptlib import optim
+from ckptlib import factories, optim
 from ckptlib.container import template
 from ckptlib.errors import StateError, UnsupportedError
-from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor, is_main_replica
+from ckptlib.sharding import (
+    Box,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    WholeValue,
+    is_main_replica,
+)
 
 Path = tuple[str | int, ...]
 
@@ -178,6 +186,13 @@ class _Walker:
                 return
             case ShardedTensor():
                 self._sharded_tensor(path, value)
+            case ShardedTensorFactory():
+                built = factories.build(value)
+                self._walk(path, built, _refuse_assign(path))
+                self._flat.finishers.append(functools.partial(factories.merge, value, built))
+            case WholeValue():
+                self._claim(dotted(path), path)
+                self._flat.values.append(ValueLeaf(dotted(path), path, value.obj, _obj_setter(value)))
             case ShardedObject():
                 self._claim(value.unique_key, path)
                 main = is_main_replica(value.replica_id)
@@ -241,8 +256,9 @@ class _Walker:
         self._flat.tensors.append(TensorLeaf(key, tensor, tuple(tensor.shape), Box.whole(tensor.shape)))
 
     def _sharded_tensor(self, path: Path, value: ShardedTensor) -> None:
-        # One rank may hold several pieces of one global tensor (gated MLP halves), so the box is part of the name.
-        if value.box.volume:
+        # One rank may hold several pieces of one global tensor (gated MLP halves), so the box is part of the name. It
+        # may hold another copy too, which is not the main replica (tied embeddings).
+        if value.box.volume and is_main_replica(value.replica_id):
             self._claim(f"{value.key} {value.box}", path)
         _check_plain(value.key, value.data)
         self._flat.tensors.append(
@@ -324,6 +340,8 @@ def _holds_placed(value: Any) -> bool:
     match value:
         case DTensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject() | torch.optim.Optimizer():
             return True
+        case ShardedTensorFactory() | WholeValue():
+            return True
         case Mapping():
             return any(map(_holds_placed, value.values()))
         case list() | tuple():
@@ -391,6 +409,13 @@ def _put_list(root: dict[Any, Any], path: Path, length: int) -> None:
 def _data_setter(cell: ShardedObject) -> Callable[[Any], None]:
     def assign(value: Any) -> None:
         cell.data = value
+
+    return assign
+
+
+def _obj_setter(whole: WholeValue) -> Callable[[Any], None]:
+    def assign(value: Any) -> None:
+        whole.obj = value
 
     return assign
 
