@@ -18,6 +18,7 @@ from ckptlib.coordination import Group, lead, new_group
 from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
 from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.manifest import Begin, Decision, Kind
+from ckptlib.planning import PlanCache
 from ckptlib.reader import Strict
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
@@ -104,6 +105,7 @@ class Checkpointer:
         self._on_event = on_event
         self._parent: str | None = None
         self._newest_saved: dict[str, int] = {}
+        self._plans = PlanCache()
         self._announced = False
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
@@ -288,7 +290,7 @@ class Checkpointer:
                 lambda: roots.newest_attempt(self._storage, self._root),
             )
 
-        result, decision, begin = run_save(self._group, prepare)
+        result, decision, begin = run_save(self._group, prepare, self._plans)
         if self._group.rank == 0:
             self._after_commit(roots.iteration_path(self._root, begin.iteration, begin.kind), begin, decision)
         self._parent = begin.save_id

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
 from ckptlib.formats import torch_dist
-from ckptlib.index import ChunkItem, ItemIndex, ObjectItem, items_from_json
+from ckptlib.index import ItemIndex
 from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord
-from ckptlib.tiling import check_tiling
 
 log = logging.getLogger("ckptlib")
 
@@ -347,8 +346,7 @@ def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping
     Raises:
         StateError: the first defect, with the name of the file, tensor or rank.
     """
-    chunks: list[ChunkItem] = []
-    objects: list[ObjectItem] = []
+    parts: list[ItemIndex] = []
     first = records[min(records)]
     for rank, record in sorted(records.items()):
         for entry in record.files:
@@ -358,13 +356,9 @@ def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping
                 raise DefectError(f"rank {rank}: {entry.path} {found}, its record says {entry.size} bytes")
         if record.values_digest != first.values_digest:
             raise DefectError(f"unsharded values of rank {rank} differ from those of rank {first.rank}")
-        own_chunks, own_objects = items_from_json(record.items, record_name(rank))
-        chunks += own_chunks
-        objects += own_objects
-    index = ItemIndex.build(chunks, objects)
-    for info in index.tensors():
-        stored = index.chunks(info.key)
-        check_tiling(info.key, info.shape, [stored.box(i) for i in range(len(stored))])
+        parts.append(ItemIndex.from_record(record.items, record_name(rank)))
+    index = ItemIndex.merge(parts)
+    index.check_tilings()
     return index
 
 

@@ -27,16 +27,20 @@ is no load on the store. `Store.wait` would do the same, but it logs a warning o
 
 
 class Group(Protocol):
-    """The ranks that save together."""
+    """The ranks that save together. `timeout`: seconds that one waits for another."""
 
     rank: int
     world_size: int
+    timeout: float
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         """Collects one value from each rank, in order; the list on rank 0, None elsewhere."""
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
+
+    def scatter(self, name: str, values: Sequence[Any] | None = None) -> Any:
+        """Gives each rank its own of rank 0's values, one per rank."""
 
     def next_round(self) -> None:
         """Begins a new operation: names may repeat after it. Every rank calls it once per operation."""
@@ -47,6 +51,7 @@ class SoloGroup:
 
     rank = 0
     world_size = 1
+    timeout = 0.0  # there is nobody to wait for
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         """A list of one."""
@@ -55,6 +60,11 @@ class SoloGroup:
     def broadcast(self, name: str, value: Any = None) -> Any:
         """The value itself."""
         return value
+
+    def scatter(self, name: str, values: Sequence[Any] | None = None) -> Any:
+        """The only value."""
+        assert values is not None
+        return values[0]
 
     def next_round(self) -> None:
         """Nothing to separate."""
@@ -121,14 +131,26 @@ class StoreGroup:
         if self.rank == 0:
             self._set(name, value)
             return value
+        return self._await(name, name)
+
+    def scatter(self, name: str, values: Sequence[Any] | None = None) -> Any:
+        """See `Group`. Raises as `broadcast`."""
+        if self.rank != 0:
+            return self._await(f"{name}/{self.rank}", name)
+        assert values is not None
+        for rank in range(1, self.world_size):
+            self._set(f"{name}/{rank}", values[rank])
+        return values[0]
+
+    def _await(self, key: str, name: str) -> Any:
         # Rank 0 may itself wait one whole timeout for others before it can answer.
         started = time.monotonic()
-        while not self._check(name):
+        while not self._check(key):
             if not _pause(started, 2 * self.timeout):
                 raise RankTimeoutError(
                     f"{name}: no answer from rank 0 within {2 * self.timeout:g} s. It died or hangs.", ranks=[0]
                 )
-        return self._get(name)
+        return self._get(key)
 
     def _blame(self, name: str, late: Sequence[int]) -> None:
         if late:
@@ -250,6 +272,21 @@ def lead(group: Group, name: str, work: Callable[[], T]) -> T:
         group.broadcast(name, (result, None))
         return result
     received, failure = group.broadcast(name)
+    if failure is not None:
+        raise failure
+    return cast(T, received)
+
+
+def hand_out(group: Group, name: str, work: Callable[[], Sequence[T]]) -> T:
+    """Rank 0 works; each rank gets its own of the results, or rank 0's error."""
+    if group.rank == 0:
+        try:
+            results = work()
+        except Exception as error:
+            group.scatter(name, [(None, _portable(error))] * group.world_size)
+            raise
+        return cast(T, group.scatter(name, [(result, None) for result in results])[0])
+    received, failure = group.scatter(name)
     if failure is not None:
         raise failure
     return cast(T, received)

@@ -2,28 +2,27 @@
 
 A checkpoint of a million chunks must be planned and looked up in milliseconds, so there is no object per chunk:
 `ItemIndex` keeps numpy columns, tensors sorted by key, the chunks of a tensor in one contiguous slice.
-On storage it is a binary sidecar: magic, a JSON header that lists the columns, then each column, little-endian and
-64-byte aligned. It is covered by the manifest's digest like any file of the save.
+On storage it is a binary sidecar: magic, a JSON header that lists the columns, then each column, little-endian, in the
+narrowest type that holds it, 64-byte aligned. It is covered by the manifest's digest like any file of the save. A rank
+tells what it wrote as the index of its own items (`to_record`); the index of the save is all of these merged.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import bisect
-import itertools
-import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlib import records
-from ckptlib.errors import RecordError, StateError, VersionError
+from ckptlib.errors import RecordError
+from ckptlib.index_columns import Columns, Names, Rows, assemble, decode, encode, joined
 from ckptlib.sharding import Box
+from ckptlib.tiling import Boxes, check_tilings, padded, stacked
 
-MAGIC = b"CKPTIDX1"
 UNKNOWN = -1
 """In a chunk column: not recorded (foreign checkpoints), to be found from the container."""
 
@@ -109,13 +108,11 @@ class Chunks:
 
 
 class ItemIndex:
-    """All items of one checkpoint. Build it with `build`, read it with `decode`."""
+    """All items of one checkpoint. Build it with `build` or `merge`, read it with `decode`."""
 
-    def __init__(self, header: Mapping[str, Any], columns: Mapping[str, Int64s]) -> None:
-        self.files: list[str] = list(header["files"])
-        self.keys: list[str] = list(header["tensor_keys"])
-        self.dtypes: list[str] = list(header["tensor_dtypes"])
-        self.object_keys: list[str] = list(header["object_keys"])
+    def __init__(self, names: Names, columns: Columns) -> None:
+        self.files, self.keys, self.dtype_names, self.object_keys = names
+        self._names = names
         self._columns = columns
 
     @classmethod
@@ -125,70 +122,91 @@ class ItemIndex:
         Raises:
             StateError: two chunks of a key disagree about dtype or global shape, or an object key comes twice.
         """
-        by_key: dict[str, list[ChunkItem]] = {}
-        for item in chunks:
-            by_key.setdefault(item.key, []).append(item)
-        object_items = sorted(objects, key=lambda item: item.key)
-        files = sorted(
-            {item.location.file for items in by_key.values() for item in items}
-            | {item.location.file for item in object_items}
+        items, object_items = list(chunks), list(objects)
+        axes = max((len(item.global_shape) for item in items), default=0) or 1
+        files = [item.location.file for item in items]
+        object_files = [item.location.file for item in object_items]
+        return cls(
+            *assemble(
+                Rows(
+                    keys=[item.key for item in items],
+                    dtypes=[item.dtype for item in items],
+                    ndims=np.array([len(item.global_shape) for item in items], np.int64),
+                    tensor_shapes=padded([item.global_shape for item in items], axes, 1),
+                    rows=np.arange(len(items)),
+                    offsets=padded([item.box.offset for item in items], axes, 0),
+                    shapes=padded([item.box.shape for item in items], axes, 1),
+                    files=files + object_files,
+                    file=np.arange(len(files)),
+                    locations=_location_rows([item.location for item in items]),
+                    object_keys=[item.key for item in object_items],
+                    object_file=np.arange(len(object_files)) + len(files),
+                    object_locations=_location_rows([item.location for item in object_items]),
+                    object_wrapped=np.array([item.wrapped for item in object_items], np.int64),
+                )
+            )
         )
-        file_ids = {name: i for i, name in enumerate(files)}
-        keys = sorted(by_key)
-        shapes: list[int] = []
-        shape_ends, chunk_ends, dtypes = [0], [0], []
-        boxes: list[int] = []
-        chunk_files: list[int] = []
-        locations: list[tuple[int, ...]] = []
-        for key in keys:
-            items = sorted(by_key[key], key=lambda item: (item.box.offset, item.location.file, item.location.offset))
-            first = items[0]
-            for item in items:
-                if (item.dtype, item.global_shape) != (first.dtype, first.global_shape):
-                    raise StateError(
-                        f"tensor {key!r}: one rank says {first.dtype} {first.global_shape}, another "
-                        f"{item.dtype} {item.global_shape}"
-                    )
-                boxes.extend((*item.box.offset, *item.box.shape))
-                chunk_files.append(file_ids[item.location.file])
-                locations.append(_location_row(item.location))
-            dtypes.append(first.dtype)
-            shapes.extend(first.global_shape)
-            shape_ends.append(len(shapes))
-            chunk_ends.append(len(chunk_files))
-        for one, two in itertools.pairwise(object_items):
-            if one.key == two.key:
-                raise StateError(f"object {one.key!r} is stored twice ({one.location.file}, {two.location.file})")
-        columns = {
-            "shape_ends": np.array(shape_ends, np.int64),
-            "shapes": np.array(shapes, np.int64),
-            "chunk_ends": np.array(chunk_ends, np.int64),
-            "boxes": np.array(boxes, np.int64),
-            "chunk_files": np.array(chunk_files, np.int64),
-            "locations": np.array(locations, np.int64).reshape(-1, 5),
-            "object_files": np.array([file_ids[item.location.file] for item in object_items], np.int64),
-            "object_locations": np.array([_location_row(item.location) for item in object_items], np.int64).reshape(
-                -1, 5
-            ),
-            "object_wrapped": np.array([item.wrapped for item in object_items], np.int64),
-        }
-        header = {
-            "files": files,
-            "tensor_keys": keys,
-            "tensor_dtypes": dtypes,
-            "object_keys": [item.key for item in object_items],
-        }
-        return cls(header, columns)
+
+    @classmethod
+    def merge(cls, parts: Sequence[ItemIndex]) -> ItemIndex:
+        """The index of all items of several indexes, in whatever order they are given.
+
+        Raises:
+            StateError: as for `build`.
+        """
+        columns = [part._columns for part in parts]
+        axes = max((column.tensor_shapes.shape[1] for column in columns), default=1)
+
+        def shifted(rows: Sequence[Int64s], counts: Sequence[int]) -> Int64s:
+            starts = np.cumsum([0, *counts])[: len(rows)]
+            return joined([row + start for row, start in zip(rows, starts.tolist(), strict=True)], (0,))
+
+        file_counts = [len(part.files) for part in parts]
+        per_tensor = [np.diff(column.chunk_ends) for column in columns]
+        return cls(
+            *assemble(
+                Rows(
+                    keys=[key for part in parts for key in part.keys],
+                    dtypes=[
+                        part.dtype_names[code]
+                        for part, column in zip(parts, columns, strict=True)
+                        for code in column.dtypes.tolist()
+                    ],
+                    ndims=joined([column.ndims for column in columns], (0,)),
+                    tensor_shapes=stacked([column.tensor_shapes for column in columns], axes, 1),
+                    rows=np.repeat(np.arange(sum(map(len, per_tensor))), joined(per_tensor, (0,))),
+                    offsets=stacked([column.offsets for column in columns], axes, 0),
+                    shapes=stacked([column.shapes for column in columns], axes, 1),
+                    files=[file for part in parts for file in part.files],
+                    file=shifted([column.files for column in columns], file_counts),
+                    locations=joined([column.locations for column in columns], (0, 5)),
+                    object_keys=[key for part in parts for key in part.object_keys],
+                    object_file=shifted([column.object_files for column in columns], file_counts),
+                    object_locations=joined([column.object_locations for column in columns], (0, 5)),
+                    object_wrapped=joined([column.object_wrapped for column in columns], (0,)),
+                )
+            )
+        )
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Dtype of each tensor, by key."""
+        return [self.dtype_names[code] for code in self._columns.dtypes.tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns in memory."""
+        return sum(column.nbytes for column in vars(self._columns).values())
 
     def __contains__(self, key: str) -> bool:
         return self._find(key) is not None
 
     def tensor(self, key: str) -> TensorInfo:
         """Dtype and global shape of a tensor. `KeyError` when it is not stored."""
-        i = self._position(key)
-        starts, ends = self._columns["shape_ends"], self._columns["chunk_ends"]
-        shape = tuple(self._columns["shapes"][starts[i] : starts[i + 1]].tolist())
-        return TensorInfo(key, self.dtypes[i], shape, int(ends[i + 1] - ends[i]))
+        i, columns = self._position(key), self._columns
+        shape = tuple(columns.tensor_shapes[i, : columns.ndims[i]].tolist())
+        count = int(columns.chunk_ends[i + 1] - columns.chunk_ends[i])
+        return TensorInfo(key, self.dtype_names[columns.dtypes[i]], shape, count)
 
     def tensors(self) -> Iterator[TensorInfo]:
         """Every tensor, by key."""
@@ -209,19 +227,25 @@ class ItemIndex:
 
     def chunks(self, key: str) -> Chunks:
         """The stored chunks of a tensor: views, nothing is copied. `KeyError` when it is not stored."""
-        i = self._position(key)
-        ends = self._columns["chunk_ends"]
-        start, stop = int(ends[i]), int(ends[i + 1])
-        box_starts = self._box_starts()
-        ndim = int(self._columns["shape_ends"][i + 1] - self._columns["shape_ends"][i])
-        boxes = self._columns["boxes"][box_starts[i] : box_starts[i] + (stop - start) * 2 * ndim]
-        boxes = boxes.reshape(stop - start, 2, ndim)
+        i, columns = self._position(key), self._columns
+        rows = slice(int(columns.chunk_ends[i]), int(columns.chunk_ends[i + 1]))
+        axes = slice(0, int(columns.ndims[i]))
         return Chunks(
-            offsets=boxes[:, 0],
-            shapes=boxes[:, 1],
-            files=self._columns["chunk_files"][start:stop],
-            locations=self._columns["locations"][start:stop],
+            offsets=columns.offsets[rows, axes],
+            shapes=columns.shapes[rows, axes],
+            files=columns.files[rows],
+            locations=columns.locations[rows],
         )
+
+    def check_tilings(self) -> None:
+        """Checks that the chunks of every tensor cover it exactly once (W3).
+
+        Raises:
+            TilingError: names the tensor and the hole or the overlap.
+        """
+        columns = self._columns
+        rows = np.repeat(np.arange(len(self.keys)), np.diff(columns.chunk_ends))
+        check_tilings(self.keys, columns.tensor_shapes, columns.ndims, Boxes(rows, columns.offsets, columns.shapes))
 
     def objects(self) -> Iterator[ObjectItem]:
         """Every stored object, by key."""
@@ -249,56 +273,30 @@ class ItemIndex:
 
     def encode(self) -> bytes:
         """The binary sidecar."""
-        columns = {name: np.ascontiguousarray(column, "<i8") for name, column in self._columns.items()}
-        table: list[tuple[str, list[int], int]] = []
-        offset = 0
-        for name, column in columns.items():
-            table.append((name, list(column.shape), offset))
-            offset += -(-column.nbytes // 64) * 64
-        header = json.dumps(
-            {
-                "files": self.files,
-                "tensor_keys": self.keys,
-                "tensor_dtypes": self.dtypes,
-                "object_keys": self.object_keys,
-                "columns": table,
-            },
-            separators=(",", ":"),
-            ensure_ascii=False,
-        ).encode()
-        start = -(-(len(MAGIC) + 4 + len(header)) // 64) * 64
-        out = bytearray(start + offset)
-        struct.pack_into(f"<{len(MAGIC)}sI", out, 0, MAGIC, len(header))
-        out[len(MAGIC) + 4 : len(MAGIC) + 4 + len(header)] = header
-        for (_, _, at), column in zip(table, columns.values(), strict=True):
-            out[start + at : start + at + column.nbytes] = column.tobytes()
-        return bytes(out)
+        return encode(self._names, self._columns)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> ItemIndex:
-        """Reads `encode`; columns are views of `data`.
+        """Reads `encode`.
 
         Raises:
             RecordError: not an index, or damaged.
             VersionError: an index of another version.
         """
-        if data[:7] == MAGIC[:7] and data[7:8] not in (b"", MAGIC[7:]):
-            raise VersionError(f"{where}: item index version {data[7:8]!r}; this ckptlib reads 1. Use a newer ckptlib.")
+        return cls(*decode(data, where))
+
+    def to_record(self) -> str:
+        """The sidecar as text, for a rank's record."""
+        return base64.b64encode(self.encode()).decode()
+
+    @classmethod
+    def from_record(cls, text: str, where: str) -> ItemIndex:
+        """Reads `to_record`. Raises as `decode`."""
         try:
-            magic, length = struct.unpack_from(f"<{len(MAGIC)}sI", data)
-            if magic != MAGIC:
-                raise RecordError(f"{where}: not an item index (starts with {data[:8]!r})")
-            header = json.loads(data[len(MAGIC) + 4 : len(MAGIC) + 4 + length])
-            start = -(-(len(MAGIC) + 4 + length) // 64) * 64
-            columns = {}
-            for name, shape, at in header["columns"]:
-                count = int(np.prod(shape, dtype=np.int64))
-                columns[name] = np.frombuffer(data, "<i8", count, start + at).reshape(shape)
-            for file in header["files"]:
-                records.relative_path(file, where)
-            return cls(header, columns)
-        except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{where}: damaged item index ({error})") from error
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise RecordError(f"{where}: damaged item table ({error})") from error
+        return cls.decode(data, where)
 
     def _find(self, key: str) -> int | None:
         i = bisect.bisect_left(self.keys, key)
@@ -311,15 +309,13 @@ class ItemIndex:
         return i
 
     def _object_at(self, i: int, key: str) -> ObjectItem:
-        location = _location(self.files[int(self._columns["object_files"][i])], self._columns["object_locations"][i])
-        return ObjectItem(key, bool(self._columns["object_wrapped"][i]), location)
+        location = _location(self.files[int(self._columns.object_files[i])], self._columns.object_locations[i])
+        return ObjectItem(key, bool(self._columns.object_wrapped[i]), location)
 
-    def _box_starts(self) -> Int64s:
-        if not hasattr(self, "_box_starts_cache"):
-            ndims = np.diff(self._columns["shape_ends"])
-            counts = np.diff(self._columns["chunk_ends"])
-            self._box_starts_cache = np.concatenate(([0], np.cumsum(2 * ndims * counts)))
-        return self._box_starts_cache
+
+def _location_rows(locations: Sequence[Location]) -> Int64s:
+    rows = [(at.offset, at.length, at.payload_offset, at.payload_length, at.crc32) for at in locations]
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def _starting_with(keys: list[str], prefix: str) -> list[str]:
@@ -327,37 +323,5 @@ def _starting_with(keys: list[str], prefix: str) -> list[str]:
     return keys[low : bisect.bisect_left(keys, prefix + chr(0x10FFFF), low)]
 
 
-def _location_row(location: Location) -> tuple[int, int, int, int, int]:
-    return (location.offset, location.length, location.payload_offset, location.payload_length, location.crc32)
-
-
 def _location(file: str, row: Sequence[int] | Int64s) -> Location:
     return Location(file, *(int(x) for x in row))
-
-
-def items_to_json(chunks: Sequence[ChunkItem], objects: Sequence[ObjectItem]) -> dict[str, Any]:
-    """Items of one rank as JSON columns, for its record."""
-    return {
-        "chunks": [
-            [c.key, c.dtype, list(c.global_shape), list(c.box.offset), list(c.box.shape), *_location_json(c.location)]
-            for c in chunks
-        ],
-        "objects": [[o.key, int(o.wrapped), *_location_json(o.location)] for o in objects],
-    }
-
-
-def items_from_json(value: Mapping[str, Any], where: str) -> tuple[list[ChunkItem], list[ObjectItem]]:
-    """Reads `items_to_json`."""
-    try:
-        chunks = [
-            ChunkItem(key, dtype, tuple(shape), Box(tuple(offset), tuple(size)), Location(*location))
-            for key, dtype, shape, offset, size, *location in value["chunks"]
-        ]
-        objects = [ObjectItem(key, bool(wrapped), Location(*location)) for key, wrapped, *location in value["objects"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{where}: damaged item table ({error})") from error
-    return chunks, objects
-
-
-def _location_json(location: Location) -> list[Any]:
-    return [location.file, *_location_row(location)]

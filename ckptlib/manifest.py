@@ -174,7 +174,7 @@ class RankRecord:
     """What one rank wrote, published after its data is durable (W2).
 
     Attributes:
-        items: columns of the items in its files, as `ckptlib.index.items_to_json` gives them.
+        items: the index of the items in its files, as `ItemIndex.to_record` gives it.
         values_digest: SHA-256 of the rank's unsharded values, which must be equal on all ranks (W3).
     """
 
@@ -183,7 +183,7 @@ class RankRecord:
     world_size: int
     plan_digest: str
     files: tuple[FileEntry, ...]
-    items: Mapping[str, Any]
+    items: str
     values_digest: str
     seconds: float = 0.0
 
@@ -197,7 +197,7 @@ class RankRecord:
                 "world_size": self.world_size,
                 "plan_digest": self.plan_digest,
                 "files": [entry.to_json() for entry in self.files],
-                "items": dict(self.items),
+                "items": self.items,
                 "values_digest": self.values_digest,
                 "seconds": self.seconds,
             },

@@ -2,8 +2,8 @@
 
 The choreography (each line is one message round at most, see `coordination`)::
 
-    all      flatten; describe                           gather local plans
-    rank 0   plan, check tiling; W9; begin.json; fence   broadcast plan and save id
+    all      flatten; describe                           gather structures, or digests of plans that are kept
+    rank 0   plan, check tiling; W9; begin.json; fence   hand out save id, and shares of a new plan
     all      write data; record                          gather "done"
     rank 0   check records; decide; exports              broadcast decision
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptlib import commit, formats
 from ckptlib import storage as st
-from ckptlib.coordination import Group, agree, lead
+from ckptlib.coordination import Group, agree, hand_out, lead
 from ckptlib.errors import (
     CheckpointExistsError,
     DisagreementError,
@@ -26,13 +26,14 @@ from ckptlib.errors import (
     SaveAbortedError,
     StateError,
 )
-from ckptlib.index import items_to_json
 from ckptlib.manifest import Begin, Decision, RankRecord
-from ckptlib.plan import LocalPlan, TensorPiece, WritePlan, make_write_plan, values_digest
+from ckptlib.pieces import LocalPlan, PieceTable, TensorPiece
+from ckptlib.plan import values_digest
+from ckptlib.planning import Offer, PlanCache, Share
 from ckptlib.safe_pickle import dump_object
 from ckptlib.state import FlatState
 from ckptlib.value_digest import value_digest
-from ckptlib.writer import RankFiles, serialise_objects, write_rank_files
+from ckptlib.writer import RankFiles, leaf_part, serialise_objects, write_rank_files
 
 log = logging.getLogger("ckptlib")
 
@@ -81,20 +82,25 @@ class SaveRequest:
 def describe(flat: FlatState) -> LocalPlan:
     """Metadata of this rank's leaves."""
     return LocalPlan(
-        tensors=tuple(
-            TensorPiece(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, leaf.nbytes, leaf.main)
-            for leaf in flat.tensors
+        tensors=PieceTable.build(
+            [
+                TensorPiece(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, leaf.nbytes, leaf.main)
+                for leaf in flat.tensors
+            ]
         ),
         objects={leaf.key: leaf.main for leaf in flat.objects},
         values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value, leaf.key) for leaf in flat.values},
     )
 
 
-def run_save(group: Group, prepare: Callable[[], SaveRequest]) -> tuple[SaveResult, Decision, Begin]:
+def run_save(
+    group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache | None = None
+) -> tuple[SaveResult, Decision, Begin]:
     """Saves and commits. Collective: every rank calls it, in the same order.
 
     Args:
         prepare: makes this rank's request. It runs inside, so that what it raises is at once known on all ranks.
+        plans: plans of earlier saves of this group, kept by the caller; None: nothing is kept.
 
     Raises:
         CheckpointExistsError: W9, before any byte is written.
@@ -106,21 +112,31 @@ def run_save(group: Group, prepare: Callable[[], SaveRequest]) -> tuple[SaveResu
     started = time.perf_counter()
     group.next_round()
     clock = _Phases(started)
+    plans = PlanCache() if plans is None else plans
     prepared: tuple[SaveRequest, LocalPlan] | None = None
 
-    def plan_locally() -> tuple[LocalPlan, tuple[str, int]]:
+    def offer() -> _Answer:
         nonlocal prepared
         request = prepare()
-        prepared = request, describe(request.flat)
-        return prepared[1], (request.storage.url(request.path), request.begin.iteration)
+        local = describe(request.flat)
+        prepared = request, local
+        return plans.offer(local), _place(request)
 
-    answers = agree(group, "plan", plan_locally) or []
+    answers = agree(group, "plan", offer) or []
     assert prepared is not None  # else `agree` has raised
-    request, values = prepared[0], prepared[1].values
-    begin, plan = lead(group, "begin", lambda: _begin(request, answers, group.world_size))
+    request, local = prepared
+    opened = hand_out(group, "begin", lambda: _begin(request, answers, plans, group.world_size))
+    if opened is None:
+        answers = agree(group, "structure", lambda: (Offer(local), _place(request))) or []
+        opened = hand_out(group, "begin again", lambda: _begin(request, answers, plans, group.world_size))
+    assert opened is not None  # whole structures settle a plan
+    begin, new_share = opened
+    share = new_share or plans.share(local, begin.plan_digest)
+    assert share is not None  # rank 0 uses a kept plan only when every rank has offered it
+    plans.keep(local, share)
     clock.mark("plan")
     try:
-        written = agree(group, "write", lambda: _write(request, begin, plan, group.rank, values))
+        written = agree(group, "write", lambda: _write(request, begin, share, group.rank, local.values))
         clock.mark("write")
         decision = lead(group, "commit", lambda: _commit(request, begin))
     except BaseException as error:
@@ -152,16 +168,28 @@ class _Phases:
         self._last = now
 
 
+_Answer = tuple[Offer, tuple[str, int]]
+"""What a rank says first: its structure, and where it saves which iteration."""
+
+
+def _place(request: SaveRequest) -> tuple[str, int]:
+    return request.storage.url(request.path), request.begin.iteration
+
+
 def _begin(
-    request: SaveRequest, answers: Sequence[tuple[LocalPlan, tuple[str, int]]], world_size: int
-) -> tuple[Begin, WritePlan]:
+    request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int
+) -> list[tuple[Begin, Share | None] | None]:
+    """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
     for rank, (_, place) in enumerate(answers):
         if place != answers[0][1]:
             raise DisagreementError(
                 f"rank 0 saves iteration {answers[0][1][1]} at {answers[0][1][0]}, "
                 f"rank {rank} iteration {place[1]} at {place[0]}"
             )
-    plan = make_write_plan([local for local, _ in answers])
+    settled = plans.settle([offer for offer, _ in answers])
+    if settled is None:
+        return [None] * world_size
+    plan, is_known = settled
     saves = commit.list_saves(request.storage, request.path)
     for save in saves:
         if save.tombstoned:
@@ -195,7 +223,7 @@ def _begin(
         )
         _abort(request, begin, error)
         raise error
-    return begin, plan
+    return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
 
 
 def _refuse_to_be_older(request: SaveRequest, saves: Sequence[commit.SaveState]) -> None:
@@ -215,18 +243,17 @@ def _same_attempt(save: commit.SaveState, begin: Begin) -> bool:
 
 
 def _write(
-    request: SaveRequest, begin: Begin, plan: WritePlan, rank: int, value_digests: Mapping[str, str]
+    request: SaveRequest, begin: Begin, share: Share, rank: int, value_digests: Mapping[str, str]
 ) -> tuple[int, int]:
     """One rank's part: serialise, write, record. Returns bytes and number of data files."""
     started = time.perf_counter()
-    mine = plan.ranks[rank]
+    mine = share.mine
     flat = request.flat
     # Everything that can be refused is refused before the first byte.
     blobs = serialise_objects(flat, mine.objects, mine.values)
     common = dump_object(flat.common(), "common state") if rank == 0 else None
-    written: RankFiles = write_rank_files(
-        request.storage, request.path, begin.save_id, rank, blobs, [flat.tensors[i] for i in mine.tensors]
-    )
+    leaves = [leaf_part(flat.tensors[part.piece], part) for part in mine.parts]
+    written: RankFiles = write_rank_files(request.storage, request.path, begin.save_id, rank, blobs, leaves)
     files = written.files
     if common is not None:
         files += (commit.write_common(request.storage, request.path, begin.save_id, common),)
@@ -236,8 +263,8 @@ def _write(
         world_size=begin.world_size,
         plan_digest=begin.plan_digest,
         files=files,
-        items=items_to_json(written.chunks, written.objects),
-        values_digest=values_digest(value_digests, plan.shared_values),
+        items=written.items(),
+        values_digest=values_digest(value_digests, share.shared_values),
         seconds=time.perf_counter() - started,
     )
     commit.publish_record(request.storage, request.path, record)

@@ -1,9 +1,9 @@
-"""Whether boxes cover a tensor exactly once (W3, R4). Pure (numpy only)."""
+"""Whether boxes cover tensors exactly once (W3, R4), for one tensor or for a million at a time. Pure (numpy only)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,43 +14,144 @@ from ckptlib.sharding import Box
 Int64s = npt.NDArray[np.int64]
 
 
-def check_tiling(key: str, global_shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Checks that boxes cover a tensor exactly once.
+@dataclass(frozen=True)
+class Boxes:
+    """Boxes of many tensors as columns of equal length n. All tensors have D axes here: see `padded`.
 
-    Boxes inside the tensor whose volumes add up to its volume and that are pairwise disjoint tile it.
+    Attributes:
+        tensors: (n,) number of the tensor that a box lies in, ascending.
+        offsets, sizes: (n, D) the boxes.
+    """
+
+    tensors: Int64s
+    offsets: Int64s
+    sizes: Int64s
+
+    def box(self, row: int, ndim: int) -> Box:
+        """One box, of a tensor with `ndim` axes."""
+        return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
+
+
+def padded(rows: Sequence[Sequence[int]], axes: int, fill: int) -> Int64s:
+    """Rows of different lengths as one (n, axes) array. Shapes and sizes are filled with 1, offsets with 0."""
+    out = np.full((len(rows), axes), fill, np.int64)
+    by_length: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_length.setdefault(len(row), []).append(i)
+    for length, which in by_length.items():
+        if length:
+            out[which, :length] = [rows[i] for i in which]
+    return out
+
+
+def stacked(tables: Sequence[Int64s], axes: int, fill: int) -> Int64s:
+    """(n_i, D_i) tables below each other, as one (sum of n_i, axes) table; see `padded`."""
+    if tables and all(table.shape[1] == axes for table in tables):
+        return np.concatenate(tables)
+    out = np.full((sum(map(len, tables)), axes), fill, np.int64)
+    at = 0
+    for table in tables:
+        out[at : at + len(table), : table.shape[1]] = table
+        at += len(table)
+    return out
+
+
+def check_tiling(key: str, global_shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Checks that boxes cover a tensor exactly once. See `check_tilings`."""
+    ndim = len(global_shape)
+    for box in boxes:
+        if len(box.shape) != ndim:
+            raise TilingError(f"tensor {key!r}: box {box} has not the axes of the global shape {tuple(global_shape)}")
+    axes = max(ndim, 1)
+    columns = Boxes(
+        np.zeros(len(boxes), np.int64),
+        padded([box.offset for box in boxes], axes, 0),
+        padded([box.shape for box in boxes], axes, 1),
+    )
+    check_tilings([key], padded([global_shape], axes, 1), np.array([ndim]), columns)
+
+
+def check_tilings(keys: Sequence[str], shapes: Int64s, ndims: npt.NDArray[np.integer], boxes: Boxes) -> None:
+    """Checks that every tensor is covered exactly once.
+
+    Boxes inside a tensor whose volumes add up to its volume and that are pairwise disjoint tile it. Tensors that are
+    cut along one axis only, which are nearly all, are checked together; the others one by one.
+
+    Args:
+        keys: names of the tensors.
+        shapes: (len(keys), D) global shapes, filled with 1.
+        ndims: (len(keys),) their numbers of axes.
+        boxes: what would be written.
 
     Raises:
-        TilingError: names the tensor, and a hole, an overlap, or a box that leaves the tensor.
+        TilingError: names a tensor, and a hole, an overlap, or a box that leaves the tensor.
     """
-    for box in boxes:
-        if not box.within(global_shape):
-            raise TilingError(f"tensor {key!r}: box {box} exceeds the global shape {tuple(global_shape)}")
-    full = [box for box in boxes if box.volume]
-    if full:
-        edges = np.array([[box.offset, box.end] for box in full], np.int64).reshape(len(full), 2, -1)
-        clash = _find_overlap(edges[:, 0], edges[:, 1], np.arange(len(full)))
-        if clash is not None:
-            one, two = (full[i] for i in clash)
-            raise TilingError(
-                f"tensor {key!r}: {one} and {two} would both be written; one of them is a copy and needs a "
-                "replica_id other than 0"
-            )
-    covered, wanted = sum(box.volume for box in full), math.prod(global_shape)
-    if covered != wanted:
+    outside = (boxes.offsets + boxes.sizes > shapes[boxes.tensors]).any(axis=1)
+    if outside.any():
+        row = int(np.argmax(outside))
+        at = int(boxes.tensors[row])
         raise TilingError(
-            f"tensor {key!r}: {covered} of {wanted} elements would be written; no rank is the main replica "
-            f"(replica_id 0) of the rest. Pieces: {', '.join(map(str, full[:8])) or 'none'}"
+            f"tensor {keys[at]!r}: box {boxes.box(row, int(ndims[at]))} exceeds the global shape "
+            f"{_shape(shapes, ndims, at)}"
         )
-    if wanted == 0 and not boxes:
-        raise TilingError(f"tensor {key!r}: no rank is its main replica (replica_id 0)")
+    volumes = boxes.sizes.prod(axis=1)
+    covered = np.zeros(len(keys), np.int64)
+    np.add.at(covered, boxes.tensors, volumes)
+    wanted = shapes.prod(axis=1)
+    full = np.flatnonzero(volumes)
+    _check_disjoint(keys, shapes, ndims, Boxes(boxes.tensors[full], boxes.offsets[full], boxes.sizes[full]))
+    lacking = np.flatnonzero(covered != wanted)
+    if len(lacking):
+        at = int(lacking[0])
+        rows = np.flatnonzero((boxes.tensors == at) & (volumes > 0))[:8]
+        pieces = ", ".join(str(boxes.box(int(row), int(ndims[at]))) for row in rows)
+        raise TilingError(
+            f"tensor {keys[at]!r}: {covered[at]} of {wanted[at]} elements would be written; no rank is the main "
+            f"replica (replica_id 0) of the rest. Pieces: {pieces or 'none'}"
+        )
+    absent = np.flatnonzero(np.bincount(boxes.tensors, minlength=len(keys)) == 0)
+    if len(absent):
+        raise TilingError(f"tensor {keys[int(absent[0])]!r}: no rank is its main replica (replica_id 0)")
+
+
+def _check_disjoint(keys: Sequence[str], shapes: Int64s, ndims: npt.NDArray[np.integer], boxes: Boxes) -> None:
+    if not len(boxes.tensors):
+        return
+    cut = (boxes.offsets != 0) | (boxes.sizes != shapes[boxes.tensors])
+    starts = np.flatnonzero(np.diff(boxes.tensors, prepend=-1))
+    cut_axes = np.logical_or.reduceat(cut, starts, axis=0)
+    slabs = cut_axes.sum(axis=1) <= 1
+    axis = np.argmax(cut_axes, axis=1)  # 0 for a tensor that is not cut: its boxes are all the whole tensor
+    tensor_rows = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(boxes.tensors))))
+    row_axis = axis[tensor_rows][:, None]
+    begin = np.take_along_axis(boxes.offsets, row_axis, axis=1)[:, 0]
+    end = begin + np.take_along_axis(boxes.sizes, row_axis, axis=1)[:, 0]
+    order = np.lexsort((begin, tensor_rows))
+    same = (tensor_rows[order][1:] == tensor_rows[order][:-1]) & slabs[tensor_rows[order][1:]]
+    clashes = np.flatnonzero(same & (begin[order][1:] < end[order][:-1]))
+    if len(clashes):
+        _raise_overlap(keys, ndims, boxes, int(order[clashes[0]]), int(order[clashes[0] + 1]))
+    ends = boxes.offsets + boxes.sizes
+    stops = np.append(starts[1:], len(boxes.tensors))
+    for i in np.flatnonzero(~slabs):
+        clash = _find_overlap(boxes.offsets, ends, np.arange(starts[i], stops[i]))
+        if clash is not None:
+            _raise_overlap(keys, ndims, boxes, *clash)
+
+
+def _raise_overlap(keys: Sequence[str], ndims: npt.NDArray[np.integer], boxes: Boxes, one: int, two: int) -> None:
+    at = int(boxes.tensors[one])
+    first, second = sorted((one, two))
+    raise TilingError(
+        f"tensor {keys[at]!r}: {boxes.box(first, int(ndims[at]))} and {boxes.box(second, int(ndims[at]))} would both "
+        "be written; one of them is a copy and needs a replica_id other than 0"
+    )
 
 
 def _find_overlap(starts: Int64s, ends: Int64s, which: Int64s) -> tuple[int, int] | None:
     """Two boxes that overlap, or None. Splits along axes where the boxes fall apart; grids split completely."""
     if len(which) < 2:
         return None
-    if starts.shape[1] == 0:  # 0-dimensional: two scalars are one place
-        return int(which[0]), int(which[1])
     for axis in range(starts.shape[1]):
         order = np.argsort(starts[which, axis], kind="stable")
         ordered = which[order]
@@ -68,3 +169,7 @@ def _find_overlap(starts: Int64s, ends: Int64s, which: Int64s) -> tuple[int, int
         if common.any():
             return int(one), int(rest[np.argmax(common)])
     return None
+
+
+def _shape(shapes: Int64s, ndims: npt.NDArray[np.integer], at: int) -> tuple[int, ...]:
+    return tuple(shapes[at, : int(ndims[at])].tolist())

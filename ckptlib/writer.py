@@ -6,15 +6,17 @@ Nothing here knows about other ranks or about commits. A tensor on the CPU is wr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isal import isal_zlib
 
 from ckptlib import storage as st
 from ckptlib.container import template
-from ckptlib.index import ChunkItem, Location, ObjectItem
+from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.manifest import FileEntry
+from ckptlib.plan import Part
 from ckptlib.safe_pickle import dump_object
+from ckptlib.sharding import Box
 from ckptlib.state import FlatState, TensorLeaf, dtype_of, leaf_bytes
 
 
@@ -30,6 +32,10 @@ class RankFiles:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(entry.size for entry in self.files)
+
+    def items(self) -> str:
+        """The items, for the rank's record."""
+        return ItemIndex.build(self.chunks, self.objects).to_record()
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,17 @@ def serialise_objects(flat: FlatState, objects: Sequence[str], values: Sequence[
     blobs = [Blob(o.key, dump_object([o.data], o.key), True) for o in flat.objects if o.key in wanted_objects]
     blobs += [Blob(v.key, dump_object(v.value, v.key), False) for v in flat.values if v.key in wanted_values]
     return blobs
+
+
+def leaf_part(leaf: TensorLeaf, part: Part) -> TensorLeaf:
+    """The rows of a leaf that this rank writes: a view."""
+    if not leaf.box.shape or (part.start, part.stop) == (0, leaf.box.shape[part.axis]):
+        return leaf
+    offset, shape = [*leaf.box.offset], [*leaf.box.shape]
+    offset[part.axis] += part.start
+    shape[part.axis] = part.stop - part.start
+    rows = leaf.tensor.reshape(leaf.box.shape).narrow(part.axis, part.start, shape[part.axis])
+    return replace(leaf, tensor=rows, box=Box(tuple(offset), tuple(shape)))
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:

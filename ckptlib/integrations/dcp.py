@@ -46,7 +46,6 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.fetch import Fetch, fetch_all
-from ckptlib.index import items_to_json
 from ckptlib.manifest import Begin, RankRecord
 from ckptlib.plan import values_digest
 from ckptlib.safe_pickle import load_metadata, load_object
@@ -173,7 +172,7 @@ class CkptWriter(StorageWriter):
             world_size=begin.world_size,
             plan_digest=begin.plan_digest,
             files=written.files,
-            items=items_to_json(written.chunks, written.objects),
+            items=written.items(),
             values_digest=values_digest({}, ()),
         )
         commit.publish_record(self._storage, self._path, record)

@@ -1,16 +1,20 @@
 """P19 (Megatron-LM#4378): a cached structure drops a key that appears later, and keeps a dtype that has changed.
 
-There is no cache of plans; these hold for whatever is saved, and will have to when there is one.
+A checkpointer keeps its plans (`ckptlib.planning`): each save of one
+below meets what the one before has left there.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer
+from ckptlib import Checkpointer, ShardedTensor, planning
+from ckptlib.sharding import Box
+from tests.support.ranks import run_ranks
 
 
 def test_p19_a_key_that_appears_at_the_second_save_is_there_at_the_load(tmp_path: Path) -> None:
@@ -44,3 +48,28 @@ def test_p18_p19_new_memory_of_the_same_structure_is_what_is_saved(tmp_path: Pat
         fresh = {"model": {"w": torch.full((1000,), float(iteration))}}
         url = checkpointer.save(fresh, iteration=iteration).url
         assert torch.equal(ckptlib.read(url)["model.w"], torch.full((1000,), float(iteration)))
+
+
+def two_ranks(rank: int, root: str) -> list[tuple[int, bool]]:
+    """Saves the same structure twice, then with a key more on rank 1 only; returns what was kept at each."""
+    checkpointer = Checkpointer(root, run="run")
+    seen = []
+    for iteration in range(4):
+        model = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), 10.0 * iteration + rank), (0, rank, 2))}
+        if iteration == 3 and rank == 1:
+            model["late"] = ShardedTensor("late", torch.full((3,), 5.0), (3,), Box.whole((3,)))
+        with mock.patch.object(planning, "make_write_plan", wraps=planning.make_write_plan) as planned:
+            checkpointer.save({"model": model}, iteration=iteration)
+        seen.append((iteration, bool(planned.call_count)))
+    return seen
+
+
+def test_p18_p19_two_ranks_plan_once_and_again_when_one_of_them_changes(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    outcomes = run_ranks(2, two_ranks, root)
+    assert outcomes[0] == [(0, True), (1, False), (2, False), (3, True)]
+    assert outcomes[1] == [(iteration, False) for iteration in range(4)]
+    for iteration in range(4):
+        stored = ckptlib.read(f"{root}/iter_{iteration:07d}")
+        assert stored["w"].tolist() == [10.0 * iteration] * 2 + [10.0 * iteration + 1] * 2
+        assert ("late" in stored) == (iteration == 3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptlib.coordination import SoloGroup, StoreGroup, agree, lead, new_group
+from ckptlib.coordination import SoloGroup, StoreGroup, agree, hand_out, lead, new_group
 from ckptlib.errors import CoordinationError, RankFailedError, RankTimeoutError, StateError
 
 WORLD = 3
@@ -52,6 +52,21 @@ def test_gather_collects_in_rank_order_and_broadcast_gives_everybody_the_same(st
     results = on_ranks(store, work)
     assert results[0] == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], WORLD)
     assert results[1] == results[2] == (None, WORLD)
+
+
+def test_each_rank_gets_its_own_part_and_the_error_when_there_is_none(store: dist.Store) -> None:
+    def work(group: StoreGroup) -> Any:
+        group.next_round()
+        mine = hand_out(group, "parts", lambda: [f"part {rank}" for rank in range(WORLD)])
+        try:
+            hand_out(group, "nothing", lambda: [][group.rank])  # type: ignore[misc]
+        except Exception as error:
+            return mine, type(error)
+
+    results = on_ranks(store, work)
+    assert [results[rank][0] for rank in range(WORLD)] == ["part 0", "part 1", "part 2"]
+    assert [results[rank][1] for rank in range(WORLD)] == [IndexError] * WORLD
+    assert hand_out(SoloGroup(), "parts", lambda: ["only"]) == "only"
 
 
 def test_names_may_repeat_from_round_to_round_and_old_messages_are_dropped(store: dist.Store) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptlib import records
 from ckptlib.errors import IntegrityError, RecordError, StateError, VersionError
+from ckptlib.index import ItemIndex
 from ckptlib.manifest import KINDS, Begin, Decision, FileEntry, Manifest, RankRecord, paths_of
 from ckptlib.topology import Topology
 
@@ -56,7 +57,7 @@ RECORDS = st.builds(
     world_size=st.integers(1, 16384),
     plan_digest=DIGESTS,
     files=st.lists(FILES, max_size=2).map(tuple),
-    items=st.just({"chunks": [], "objects": []}),
+    items=st.just(ItemIndex.build([]).to_record()),
     values_digest=DIGESTS,
     seconds=TIMES,
 )

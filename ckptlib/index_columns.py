@@ -1,0 +1,212 @@
+"""The columns behind `ckptlib.index`: put together from items in any order, written to bytes and read back. Pure."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlib import records
+from ckptlib.errors import RecordError, StateError, VersionError
+
+MAGIC = b"CKPTIDX1"
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Names(NamedTuple):
+    """The texts of an index; columns refer to them by number."""
+
+    files: list[str]
+    keys: list[str]
+    dtypes: list[str]
+    objects: list[str]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of an index: K tensors, n chunks, m objects; all tensors have D axes (`ckptlib.tiling.padded`).
+
+    Attributes:
+        dtypes, ndims, tensor_shapes: (K,), (K,), (K, D), by key. Dtypes are numbers in `Names.dtypes`.
+        chunk_ends: (K + 1,) where the chunks of each tensor begin, and the end.
+        offsets, shapes, files, locations: (n, D), (n, D), (n,), (n, 5), by key and offset; see `ckptlib.index.Chunks`.
+        object_files, object_locations, object_wrapped: (m,), (m, 5), (m,), by key.
+    """
+
+    dtypes: Int64s
+    ndims: Int64s
+    tensor_shapes: Int64s
+    chunk_ends: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    files: Int64s
+    locations: Int64s
+    object_files: Int64s
+    object_locations: Int64s
+    object_wrapped: Int64s
+
+    def check(self, names: Names) -> None:
+        """Refuses columns that do not fit each other or the names."""
+        tensors, objects, axes = len(names.keys), len(names.objects), self.tensor_shapes.shape[1]
+        chunks = len(self.files)
+        shapes = {
+            "dtypes": (tensors,), "ndims": (tensors,), "tensor_shapes": (tensors, axes), "chunk_ends": (tensors + 1,),
+            "offsets": (chunks, axes), "shapes": (chunks, axes), "files": (chunks,), "locations": (chunks, 5),
+            "object_files": (objects,), "object_locations": (objects, 5), "object_wrapped": (objects,),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"column {name} is {getattr(self, name).shape}, expected {shape}")
+        ranges = {"dtypes": len(names.dtypes), "files": len(names.files), "ndims": axes + 1}
+        for name, limit in (ranges | {"object_files": len(names.files)}).items():
+            column = getattr(self, name)
+            if column.size and not 0 <= column.min() <= column.max() < limit:
+                raise ValueError(f"column {name} leaves 0..{limit - 1}")
+        if self.chunk_ends[0] != 0 or self.chunk_ends[-1] != chunks or (np.diff(self.chunk_ends) < 0).any():
+            raise ValueError("column chunk_ends does not divide the chunks")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Items in no particular order; names may repeat.
+
+    Chunk i is of tensor `keys[rows[i]]` and lies in `files[file[i]]`, object i in `files[object_file[i]]`.
+    """
+
+    keys: Sequence[str]
+    dtypes: Sequence[str]
+    ndims: Int64s
+    tensor_shapes: Int64s
+    rows: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    files: Sequence[str]
+    file: Int64s
+    locations: Int64s
+    object_keys: Sequence[str]
+    object_file: Int64s
+    object_locations: Int64s
+    object_wrapped: Int64s
+
+
+def assemble(items: Rows) -> tuple[Names, Columns]:
+    """Sorts items into the columns of an index.
+
+    Raises:
+        StateError: two chunks of a key disagree about dtype or global shape, or an object key comes twice.
+    """
+    keys, key = _numbered(items.keys)
+    dtype_names, dtype = _numbered(items.dtypes)
+    files, file_number = _numbered(items.files)
+    first = np.zeros(len(keys), np.int64)
+    first[key[::-1]] = np.arange(len(key))[::-1]  # the last assignment to a place stands: the first of each name
+    of_first = first[key]
+    wrong = (dtype != dtype[of_first]) | (items.ndims != items.ndims[of_first])
+    wrong |= (items.tensor_shapes != items.tensor_shapes[of_first]).any(axis=1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        one, two = (
+            f"{items.dtypes[at]} {tuple(items.tensor_shapes[at, : items.ndims[at]].tolist())}"
+            for at in (int(of_first[row]), row)
+        )
+        raise StateError(f"tensor {items.keys[row]!r}: one rank says {one}, another {two}")
+    file = file_number[items.file]
+    columns_of_offset = [items.offsets[:, axis] for axis in reversed(range(items.offsets.shape[1]))]
+    order = np.lexsort((items.locations[:, 0], file, *columns_of_offset, key[items.rows]))
+    counts = np.bincount(key[items.rows], minlength=len(keys))
+    object_keys, object_number = _numbered(items.object_keys)
+    object_order = np.argsort(object_number, kind="stable")
+    twice = np.flatnonzero(np.diff(object_number[object_order]) == 0)
+    if len(twice):
+        one, two = object_order[twice[0]], object_order[twice[0] + 1]
+        places = ", ".join(items.files[int(items.object_file[at])] for at in (one, two))
+        raise StateError(f"object {items.object_keys[one]!r} is stored twice ({places})")
+    columns = Columns(
+        dtypes=dtype[first],
+        ndims=items.ndims[first],
+        tensor_shapes=items.tensor_shapes[first],
+        chunk_ends=np.concatenate(([0], np.cumsum(counts))),
+        offsets=items.offsets[order],
+        shapes=items.shapes[order],
+        files=file[order],
+        locations=items.locations[order],
+        object_files=file_number[items.object_file[object_order]],
+        object_locations=items.object_locations[object_order],
+        object_wrapped=items.object_wrapped[object_order],
+    )
+    return Names(files, keys, dtype_names, object_keys), columns
+
+
+def _numbered(names: Sequence[str]) -> tuple[list[str], Int64s]:
+    """The different names, sorted, and the number of each given one."""
+    different = sorted(set(names))
+    numbers = {name: number for number, name in enumerate(different)}
+    return different, np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
+
+
+def joined(columns: Sequence[Int64s], empty: tuple[int, ...]) -> Int64s:
+    """Columns after each other; `empty` is the shape of none."""
+    return np.concatenate(columns) if columns else np.zeros(empty, np.int64)
+
+
+def encode(names: Names, columns: Columns) -> bytes:
+    """The binary sidecar (see `ckptlib.index`)."""
+    table: list[tuple[str, str, tuple[int, ...], int]] = []
+    narrow: list[npt.NDArray[np.integer]] = []
+    offset = 0
+    for name, column in vars(columns).items():
+        narrow.append(np.ascontiguousarray(column, _narrowest(column)))
+        table.append((name, narrow[-1].dtype.str, column.shape, offset))
+        offset += -(-narrow[-1].nbytes // 64) * 64
+    header = json.dumps({**names._asdict(), "columns": table}, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(len(MAGIC) + 4 + len(header)) // 64) * 64
+    out = bytearray(start + offset)
+    struct.pack_into(f"<{len(MAGIC)}sI", out, 0, MAGIC, len(header))
+    out[len(MAGIC) + 4 : len(MAGIC) + 4 + len(header)] = header
+    for (_, _, _, at), column in zip(table, narrow, strict=True):
+        out[start + at : start + at + column.nbytes] = column.tobytes()
+    return bytes(out)
+
+
+def decode(data: bytes, where: str) -> tuple[Names, Columns]:
+    """Reads `encode`. Raises `RecordError` or `VersionError`, as `ItemIndex.decode`."""
+    if data[:7] == MAGIC[:7] and data[7:8] not in (b"", MAGIC[7:]):
+        raise VersionError(f"{where}: an item index of version {data[7:8]!r}; use a newer ckptlib")
+    try:
+        magic, length = struct.unpack_from(f"<{len(MAGIC)}sI", data)
+        if magic != MAGIC:
+            raise RecordError(f"{where}: not an item index (starts with {data[:8]!r})")
+        header = json.loads(data[len(MAGIC) + 4 : len(MAGIC) + 4 + length])
+        start = -(-(len(MAGIC) + 4 + length) // 64) * 64
+        read = {}
+        for name, dtype, shape, at in header["columns"]:
+            if dtype not in _STORED_TYPES:
+                raise ValueError(f"column {name} has the type {dtype!r}")
+            count = int(np.prod(shape, dtype=np.int64))
+            read[name] = np.frombuffer(data, dtype, count, start + at).reshape(shape).astype(np.int64)
+        names = Names(*(header[name] for name in Names._fields))
+        for file in names.files:
+            records.relative_path(file, where)
+        columns = Columns(**read)
+        columns.check(names)
+        return names, columns
+    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+        raise RecordError(f"{where}: damaged item index ({error})") from error
+
+
+_STORED_TYPES = ("|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<i8")
+
+
+def _narrowest(column: Int64s) -> str:
+    low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
+    for name in _STORED_TYPES[:-1]:
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return name
+    return _STORED_TYPES[-1]
