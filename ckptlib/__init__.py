@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptlib.api import save
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.inspection import CheckpointInfo, inspect
+    from ckptlib.parts import ModelParts, OptimizerParts
     from ckptlib.reader import LoadReport, load, read
     from ckptlib.restoring import Restored
     from ckptlib.rng import RngTracker
@@ -36,6 +37,8 @@ __all__ = [
     "Checkpointer",
     "LoadReport",
     "LocalNonpersistentObject",
+    "ModelParts",
+    "OptimizerParts",
     "Restored",
     "RngTracker",
     "SaveResult",
@@ -58,6 +61,8 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "reader",
     "LocalNonpersistentObject": "sharding",
+    "ModelParts": "parts",
+    "OptimizerParts": "parts",
     "Restored": "restoring",
     "RngTracker": "rng",
     "SaveResult": "saving",

@@ -8,7 +8,7 @@ Here the state of a parameter stands under the parameter's name, in the layout o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,29 +30,67 @@ class StoredState(Protocol):
         """Plain values whose key starts with ``prefix + "."``: rests of the keys."""
 
 
-def named_state(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> dict[str, Any]:
-    """The optimizer's state by parameter name. Tensors are the optimizer's own, not copies.
+def named_state(optimizers: Sequence[torch.optim.Optimizer], names: Names, prefix: str) -> dict[str, Any]:
+    """The state of optimizers by parameter name. Tensors are the optimizers' own, not copies.
 
     Raises:
-        StateError: a parameter has no name (its module is not part of the state) while others have one.
+        StateError: a parameter has no name (its module is not part of the state) while others have one; or the groups
+            of several optimizers have other options.
     """
-    name_of = _namer(optimizer, names, prefix)
+    name_of = _namer(optimizers, names, prefix)
     return {
         "state": {
             name_of(parameter): dict(optimizer.state[parameter])
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for optimizer in optimizers
+            for parameter in _parameters(optimizer)
             if optimizer.state.get(parameter)
         },
-        "param_groups": [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [name_of(p) for p in group["params"]]}
-            for group in optimizer.param_groups
-        ],
+        "param_groups": merge_groups(
+            [
+                [{**group, "params": [name_of(p) for p in group["params"]]} for group in optimizer.param_groups]
+                for optimizer in optimizers
+            ],
+            prefix,
+        ),
     }
 
 
-def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored: StoredState) -> dict[str, Any]:
-    """A state to load into: what the optimizer has, and for parameters without state, what the checkpoint has.
+def merge_groups(parts: Sequence[Sequence[Mapping[str, Any]]], prefix: str) -> list[dict[str, Any]]:
+    """The parameter groups of several optimizers as those of one: matched by position, members one after the other.
+
+    Raises:
+        StateError: the optimizers have another number of groups, or other options for a group.
+    """
+    if not parts:
+        return []
+    merged = [dict(group) for group in parts[0]]
+    for number, groups in enumerate(parts[1:], 1):
+        if len(groups) != len(merged):
+            raise StateError(
+                f"{prefix}: part 0 has {len(merged)} parameter groups, part {number} has {len(groups)}; parts are made "
+                "alike, a group without members in one of them is empty there"
+            )
+        for i, (one, other) in enumerate(zip(merged, groups, strict=True)):
+            for option in sorted({*one, *other} - {"params"}):
+                if option not in one or option not in other or not _same(one[option], other[option]):
+                    raise StateError(
+                        f"{prefix}: group {i} has {option} = {one.get(option)!r} in part 0, {other.get(option)!r} in "
+                        f"part {number}; one option is stored for all of them"
+                    )
+            merged[i] = {**one, "params": [*one["params"], *other["params"]]}
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def skeleton(
+    optimizers: Sequence[torch.optim.Optimizer], names: Names, prefix: str, stored: StoredState
+) -> dict[str, Any]:
+    """A state to load into: what the optimizers have, and for parameters without state, what the checkpoint has.
 
     A moment whose global shape is the parameter's is laid out like the parameter (a DTensor when that is one);
     anything else (``step``) is a whole tensor. Parameter groups are matched by position and ask for the options that
@@ -61,43 +99,49 @@ def skeleton(optimizer: torch.optim.Optimizer, names: Names, prefix: str, stored
     Raises:
         StateError: the checkpoint has another number of parameter groups.
     """
-    state = named_state(optimizer, names, prefix)
-    name_of = _namer(optimizer, names, prefix)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = name_of(parameter)
-            if name in state["state"]:
-                continue
-            made = _slots(stored, f"{prefix}.state.{name}", parameter)
-            if made:
-                state["state"][name] = made
+    state = named_state(optimizers, names, prefix)
+    name_of = _namer(optimizers, names, prefix)
+    for parameter in (p for optimizer in optimizers for p in _parameters(optimizer)):
+        name = name_of(parameter)
+        if name in state["state"]:
+            continue
+        made = _slots(stored, f"{prefix}.state.{name}", parameter)
+        if made:
+            state["state"][name] = made
     groups = _stored_groups(stored, f"{prefix}.param_groups")
-    if groups and len(groups) != len(optimizer.param_groups):
+    if groups and len(groups) != len(state["param_groups"]):
         raise StateError(
-            f"{prefix}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+            f"{prefix}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(state['param_groups'])}"
         )
     return state | ({"param_groups": groups} if groups else {})
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, names: Names, state: Mapping[str, Any], prefix: str) -> None:
-    """Gives a filled `skeleton` to the optimizer.
+def load_named_state(
+    optimizers: Sequence[torch.optim.Optimizer], names: Names, state: Mapping[str, Any], prefix: str
+) -> None:
+    """Gives a filled `skeleton` to the optimizers.
 
     Options of the groups come from the checkpoint, the members stay the optimizer's.
     """
-    name_of = _namer(optimizer, names, prefix)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {name_of(parameter): i for i, parameter in enumerate(parameters)}
-    numbered_groups = [
-        {**own, **group, "params": [numbers[name_of(parameter)] for parameter in own["params"]]}
-        for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
-    ]
-    slots = {numbers[name]: dict(slots) for name, slots in state["state"].items() if name in numbers}
-    optimizer.load_state_dict({"state": slots, "param_groups": numbered_groups})
-    # torch casts moments to the parameter's dtype on load; a state that was kept in another precision stays exact.
-    for number, stored in slots.items():
-        for slot, value in stored.items():
-            if isinstance(value, torch.Tensor) and optimizer.state[parameters[number]][slot].dtype != value.dtype:
-                optimizer.state[parameters[number]][slot] = value
+    name_of = _namer(optimizers, names, prefix)
+    for optimizer in optimizers:
+        parameters = _parameters(optimizer)
+        numbers = {name_of(parameter): i for i, parameter in enumerate(parameters)}
+        numbered_groups = [
+            {**own, **group, "params": [numbers[name_of(parameter)] for parameter in own["params"]]}
+            for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        ]
+        slots = {numbers[name]: dict(slots) for name, slots in state["state"].items() if name in numbers}
+        optimizer.load_state_dict({"state": slots, "param_groups": numbered_groups})
+        # torch casts moments to the parameter's dtype on load; a state kept in another precision stays exact.
+        for number, stored in slots.items():
+            for slot, value in stored.items():
+                if isinstance(value, torch.Tensor) and optimizer.state[parameters[number]][slot].dtype != value.dtype:
+                    optimizer.state[parameters[number]][slot] = value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _slots(stored: StoredState, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
@@ -127,9 +171,14 @@ def _like(parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
 
 
-def _namer(optimizer: torch.optim.Optimizer, names: Names, prefix: str) -> Callable[[torch.Tensor], str]:
+def _namer(optimizers: Sequence[torch.optim.Optimizer], names: Names, prefix: str) -> Callable[[torch.Tensor], str]:
     """Names parameters: by their module's names, or by number when the state holds no module for any of them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
+    if any(getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False) for p in parameters):
+        raise StateError(
+            f"{prefix}: its parameters are pieces of FSDP1's flat parameters, which know no rows. Put "
+            "FSDP.optim_state_dict(model, optimizer) in its place, and load through FSDP.optim_state_dict_to_load"
+        )
     unknown = [i for i, p in enumerate(parameters) if id(p) not in names]
     if unknown and len(unknown) < len(parameters):
         raise StateError(

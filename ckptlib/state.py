@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ckptlib import factories, optim
-from ckptlib.container import template
-from ckptlib.errors import StateError, UnsupportedError
+from ckptlib import factories, optim, torch_leaves
+from ckptlib.errors import StateError
+from ckptlib.parts import ModelParts, OptimizerParts
 from ckptlib.sharding import (
     Box,
     LocalNonpersistentObject,
@@ -199,7 +199,13 @@ class _Walker:
                 self._flat.objects.append(ObjectLeaf(value.unique_key, value.data, main, _data_setter(value)))
             case torch.Tensor():
                 self._tensor(path, value)
+            case torch.nn.Module():
+                self._modules(path, ModelParts([value]))
+            case ModelParts():
+                self._modules(path, value)
             case torch.optim.Optimizer():
+                self._optimizer(path, OptimizerParts([value]))
+            case OptimizerParts():
                 self._optimizer(path, value)
             case Mapping() if value:
                 for name, inner in value.items():
@@ -225,42 +231,37 @@ class _Walker:
                 self._claim(dotted(path), path)
                 self._flat.values.append(ValueLeaf(dotted(path), path, value, assign, path in self._of_rank))
 
-    def _optimizer(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+    def _modules(self, path: Path, model: ModelParts) -> None:
+        entries = model.entries()
+        inner = {name: entry.value for name, entry in entries.items()}
+        if inner:
+            self._walk(path, inner, _refuse_assign(path))
+        self._flat.finishers.append(lambda: model.load_entries(entries, inner))
+
+    def _optimizer(self, path: Path, parts: OptimizerParts) -> None:
         prefix = dotted(path)
-        # Members of a group differ between pipeline stages; a load takes them from the optimizer, not from here.
-        self._of_rank.update((*path, "param_groups", i, "params") for i in range(len(optimizer.param_groups)))
         if self._stored is None:
-            state = optim.named_state(optimizer, self._names, prefix)
-            self._walk(path, state, _refuse_assign(path))
+            state = optim.named_state(parts.optimizers, self._names, prefix)
         else:
-            state = optim.skeleton(optimizer, self._names, prefix, self._stored)
-            self._walk(path, state, _refuse_assign(path))
-            self._flat.finishers.append(lambda: optim.load_named_state(optimizer, self._names, state, prefix))
+            state = optim.skeleton(parts.optimizers, self._names, prefix, self._stored)
+        # Members of a group differ between pipeline stages; a load takes them from the optimizer, not from here.
+        self._of_rank.update((*path, "param_groups", i, "params") for i in range(len(state["param_groups"])))
+        self._walk(path, state, _refuse_assign(path))
+        if self._stored is not None:
+            self._flat.finishers.append(lambda: optim.load_named_state(parts.optimizers, self._names, state, prefix))
 
     def _tensor(self, path: Path, tensor: torch.Tensor) -> None:
         key = dotted(path)
         self._claim(key, path)
-        _check_plain(key, tensor)
-        if isinstance(tensor, DTensor):
-            if any(placement.is_partial() for placement in tensor.placements):
-                raise StateError(f"tensor {key!r}: placement {tensor.placements} is a partial sum; reduce it first")
-            local = tensor.to_local().detach()
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            box = Box(tuple(offset), tuple(shape))
-            # torch gives an empty shard an offset past the end; any place will do for it.
-            if box.volume == 0:
-                box = Box(tuple(min(o, s) for o, s in zip(offset, tensor.shape, strict=True)), box.shape)
-            self._flat.tensors.append(TensorLeaf(key, local, tuple(tensor.shape), box))
-            return
-        tensor = tensor.detach()
-        self._flat.tensors.append(TensorLeaf(key, tensor, tuple(tensor.shape), Box.whole(tensor.shape)))
+        for placed in torch_leaves.place(key, tensor):
+            self._flat.tensors.append(TensorLeaf(key, placed.tensor, placed.global_shape, placed.box))
 
     def _sharded_tensor(self, path: Path, value: ShardedTensor) -> None:
         # One rank may hold several pieces of one global tensor (gated MLP halves), so the box is part of the name. It
         # may hold another copy too, which is not the main replica (tied embeddings).
         if value.box.volume and is_main_replica(value.replica_id):
             self._claim(f"{value.key} {value.box}", path)
-        _check_plain(value.key, value.data)
+        torch_leaves.check_plain(value.key, value.data)
         self._flat.tensors.append(
             TensorLeaf(
                 value.key,
@@ -285,12 +286,12 @@ def content_names(state: Mapping[str, Any]) -> set[str]:
 
     A resume asks for a checkpoint with ``model`` and ``optimizer``; a trainer may call its optimizer ``adam``.
     """
-    kinds = {
-        "model": torch.nn.Module,
-        "optimizer": torch.optim.Optimizer,
-        "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    kinds: dict[str, tuple[type, ...]] = {
+        "model": (torch.nn.Module, ModelParts),
+        "optimizer": (torch.optim.Optimizer, OptimizerParts),
+        "scheduler": (torch.optim.lr_scheduler.LRScheduler,),
     }
-    return {*state} | {kind for kind, type_ in kinds.items() if any(isinstance(x, type_) for x in state.values())}
+    return {*state} | {kind for kind, types in kinds.items() if any(isinstance(x, types) for x in state.values())}
 
 
 def dotted(path: Path) -> str:
@@ -309,20 +310,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # ndarray is a buffer
 
 
-def _check_plain(key: str, tensor: torch.Tensor) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        layout = "nested" if tensor.is_nested else tensor.layout
-        raise StateError(f"tensor {key!r}: layout {layout} cannot be saved; make it dense first")
-    if tensor.is_quantized:
-        raise StateError(f"tensor {key!r}: {tensor.dtype} is a quantized tensor; save int_repr(), scale and zero point")
-    if tensor.device.type == "meta":
-        raise StateError(f"tensor {key!r} is on the meta device: it has no data")
-    try:
-        template(tensor.dtype, ())
-    except UnsupportedError as error:
-        raise StateError(f"tensor {key!r}: {tensor.dtype} cannot be saved: {error}") from error
-
-
 def _is_walked(value: list[Any] | tuple[Any, ...]) -> bool:
     """Whether the elements are leaves of their own: as torch has it, or because only leaves can be placed."""
     return _holds_placed(value) or (isinstance(value, list) and _holds_leaves(value))
@@ -338,7 +325,9 @@ def _holds_leaves(value: list[Any]) -> bool:
 def _holds_placed(value: Any) -> bool:
     """Whether there is anything in it that says where it lies, or that has a state: it cannot be a plain value."""
     match value:
-        case DTensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject() | torch.optim.Optimizer():
+        case DTensor() | TorchShardedTensor() | ShardedTensor() | ShardedObject() | LocalNonpersistentObject():
+            return True
+        case torch.optim.Optimizer() | OptimizerParts():
             return True
         case ShardedTensorFactory() | WholeValue():
             return True
@@ -355,8 +344,9 @@ def _parameter_names(state: Mapping[str, Any]) -> optim.Names:
     names: dict[int, tuple[str, str]] = {}
 
     def visit(path: Path, value: Any) -> None:
-        if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters(remove_duplicate=False):
+        if isinstance(value, torch.nn.Module | ModelParts):
+            parts = value if isinstance(value, ModelParts) else ModelParts([value])
+            for name, parameter in parts.named_parameters():
                 names.setdefault(id(parameter), (name, dotted((*path, name))))
         elif isinstance(value, Mapping):
             for name, inner in value.items():
