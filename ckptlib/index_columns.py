@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,9 +67,11 @@ class Columns:
         ranges = {"dtypes": len(names.dtypes), "files": len(names.files), "ndims": axes + 1}
         for name, limit in (ranges | {"object_files": len(names.files)}).items():
             column = getattr(self, name)
-            if column.size and not 0 <= column.min() <= column.max() < limit:
+            # As unsigned numbers negative ones are huge: one pass instead of two.
+            if column.size and int(column.view(np.uint64).max()) >= limit:
                 raise ValueError(f"column {name} leaves 0..{limit - 1}")
-        if self.chunk_ends[0] != 0 or self.chunk_ends[-1] != chunks or (np.diff(self.chunk_ends) < 0).any():
+        ends = self.chunk_ends
+        if ends[0] != 0 or ends[-1] != chunks or (ends[1:] < ends[:-1]).any():
             raise ValueError("column chunk_ends does not divide the chunks")
 
 
@@ -188,8 +191,8 @@ def decode(data: bytes, where: str) -> tuple[Names, Columns]:
         for name, dtype, shape, at in header["columns"]:
             if dtype not in _STORED_TYPES:
                 raise ValueError(f"column {name} has the type {dtype!r}")
-            count = int(np.prod(shape, dtype=np.int64))
-            read[name] = np.frombuffer(data, dtype, count, start + at).reshape(shape).astype(np.int64)
+            column = np.frombuffer(data, dtype, math.prod(shape), start + at)
+            read[name] = column.astype(np.int64).reshape(shape)
         names = Names(*(header[name] for name in Names._fields))
         for file in names.files:
             records.relative_path(file, where)
