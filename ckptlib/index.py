@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,15 +108,27 @@ class Chunks:
 
 
 class ItemIndex:
-    """All items of one checkpoint. Build it with `build` or `merge`, read it with `decode`."""
+    """All items of one checkpoint. Build it with `build` or `merge`, read it with `decode`.
 
-    def __init__(self, names: Names, columns: Columns) -> None:
+    Attributes:
+        files, keys, dtype_names, object_keys: the texts that columns refer to, sorted.
+        repeated: payload of small items that every rank reads, by key: scalars of an optimizer, plain values. Whoever
+            has the index need not open the file of another rank for them.
+    """
+
+    def __init__(self, names: Names, columns: Columns, repeated: Mapping[str, bytes] | None = None) -> None:
         self.files, self.keys, self.dtype_names, self.object_keys = names
+        self.repeated: Mapping[str, bytes] = repeated or {}
         self._names = names
         self._columns = columns
 
     @classmethod
-    def build(cls, chunks: Iterable[ChunkItem], objects: Iterable[ObjectItem] = ()) -> ItemIndex:
+    def build(
+        cls,
+        chunks: Iterable[ChunkItem],
+        objects: Iterable[ObjectItem] = (),
+        repeated: Mapping[str, bytes] | None = None,
+    ) -> ItemIndex:
         """Index of these items.
 
         Raises:
@@ -144,7 +156,8 @@ class ItemIndex:
                     object_locations=_location_rows([item.location for item in object_items]),
                     object_wrapped=np.array([item.wrapped for item in object_items], np.int64),
                 )
-            )
+            ),
+            repeated,
         )
 
     @classmethod
@@ -185,7 +198,8 @@ class ItemIndex:
                     object_locations=joined([column.object_locations for column in columns], (0, 5)),
                     object_wrapped=joined([column.object_wrapped for column in columns], (0,)),
                 )
-            )
+            ),
+            {key: data for part in parts for key, data in part.repeated.items()},
         )
 
     @property
@@ -273,7 +287,7 @@ class ItemIndex:
 
     def encode(self) -> bytes:
         """The binary sidecar."""
-        return encode(self._names, self._columns)
+        return encode(self._names, self._columns, self.repeated)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> ItemIndex:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,7 +159,7 @@ def joined(columns: Sequence[Int64s], empty: tuple[int, ...]) -> Int64s:
     return np.concatenate(columns) if columns else np.zeros(empty, np.int64)
 
 
-def encode(names: Names, columns: Columns) -> bytes:
+def encode(names: Names, columns: Columns, repeated: Mapping[str, bytes]) -> bytes:
     """The binary sidecar (see `ckptlib.index`)."""
     table: list[tuple[str, str, tuple[int, ...], int]] = []
     narrow: list[npt.NDArray[np.integer]] = []
@@ -167,7 +168,15 @@ def encode(names: Names, columns: Columns) -> bytes:
         narrow.append(np.ascontiguousarray(column, _narrowest(column)))
         table.append((name, narrow[-1].dtype.str, column.shape, offset))
         offset += -(-narrow[-1].nbytes // 64) * 64
-    header = json.dumps({**names._asdict(), "columns": table}, separators=(",", ":"), ensure_ascii=False).encode()
+    header = json.dumps(
+        {
+            **names._asdict(),
+            "repeated": {key: base64.b64encode(data).decode() for key, data in sorted(repeated.items())},
+            "columns": table,
+        },
+        separators=(",", ":"),
+        ensure_ascii=False,
+    ).encode()
     start = -(-(len(MAGIC) + 4 + len(header)) // 64) * 64
     out = bytearray(start + offset)
     struct.pack_into(f"<{len(MAGIC)}sI", out, 0, MAGIC, len(header))
@@ -177,7 +186,7 @@ def encode(names: Names, columns: Columns) -> bytes:
     return bytes(out)
 
 
-def decode(data: bytes, where: str) -> tuple[Names, Columns]:
+def decode(data: bytes, where: str) -> tuple[Names, Columns, dict[str, bytes]]:
     """Reads `encode`. Raises `RecordError` or `VersionError`, as `ItemIndex.decode`."""
     if data[:7] == MAGIC[:7] and data[7:8] not in (b"", MAGIC[7:]):
         raise VersionError(f"{where}: an item index of version {data[7:8]!r}; use a newer ckptlib")
@@ -198,8 +207,9 @@ def decode(data: bytes, where: str) -> tuple[Names, Columns]:
             records.relative_path(file, where)
         columns = Columns(**read)
         columns.check(names)
-        return names, columns
-    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+        repeated = {key: base64.b64decode(text, validate=True) for key, text in header["repeated"].items()}
+        return names, columns, repeated
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise RecordError(f"{where}: damaged item index ({error})") from error
 
 

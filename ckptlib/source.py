@@ -70,6 +70,8 @@ class Source:
             IntegrityError: its CRC-32 is not the recorded one.
         """
         location = self.index.object(key).location
+        if key in self.index.repeated:
+            return self.index.repeated[key]
         data = bytearray(location.length)
         self.storage.read_into(st.join(self.path, location.file), [(location.offset, memoryview(data))])
         if location.crc32 != UNKNOWN and isal_zlib.crc32(data) != location.crc32:

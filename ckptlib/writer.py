@@ -5,8 +5,8 @@ Nothing here knows about other ranks or about commits. A tensor on the CPU is wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from isal import isal_zlib
 
@@ -19,14 +19,20 @@ from ckptlib.safe_pickle import dump_object
 from ckptlib.sharding import Box
 from ckptlib.state import FlatState, TensorLeaf, dtype_of, leaf_bytes
 
+REPEATED_TENSOR_BYTES = 64
+REPEATED_OBJECT_BYTES = 4096
+"""Whole tensors and plain values up to this size stand in the index too (`ItemIndex.repeated`). Their number follows
+from the structure of the state, not from the number of ranks: a rank's own things are in a `ShardedObject`."""
+
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What a rank wrote: its files, and where each item lies in them."""
+    """What a rank wrote: its files, where each item lies in them, and the payloads that the index repeats."""
 
     files: tuple[FileEntry, ...]
     chunks: tuple[ChunkItem, ...]
     objects: tuple[ObjectItem, ...]
+    repeated: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +41,7 @@ class RankFiles:
 
     def items(self) -> str:
         """The items, for the rank's record."""
-        return ItemIndex.build(self.chunks, self.objects).to_record()
+        return ItemIndex.build(self.chunks, self.objects, self.repeated).to_record()
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,14 @@ def write_rank_files(
     except BaseException:
         stream.abort()
         raise
-    return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects))
+    repeated = {
+        blob.key: blob.data for blob in blobs if not blob.wrapped and len(blob.data) <= REPEATED_OBJECT_BYTES
+    } | {
+        leaf.key: bytes(leaf_bytes(leaf.tensor))
+        for leaf in tensors
+        if leaf.box.shape == leaf.global_shape and leaf.nbytes <= REPEATED_TENSOR_BYTES
+    }
+    return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects), repeated)
 
 
 def _write_tensor(stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: int) -> ChunkItem:

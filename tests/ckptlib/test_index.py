@@ -115,6 +115,14 @@ def test_the_merged_indexes_of_ranks_are_the_index_of_all_items(
     merged.check_tilings()
 
 
+def test_small_payloads_that_everybody_reads_travel_with_the_index() -> None:
+    one = ItemIndex.build([chunk("step", ())], [], {"step": b"\0\1\2\3"})
+    two = ItemIndex.build([], [ObjectItem("lr", False, Location("g", 0, 3))], {"lr": b"PK\3"})
+    merged = ItemIndex.merge([ItemIndex.from_record(part.to_record(), "rank") for part in (two, one)])
+    read = ItemIndex.decode(merged.encode(), "index")
+    assert read.repeated == merged.repeated == {"step": b"\0\1\2\3", "lr": b"PK\3"}
+
+
 def chunk(key: str, shape: tuple[int, ...], dtype: str = "float32", file: str = "f") -> ChunkItem:
     return ChunkItem(key, dtype, shape, Box.whole(shape), Location(file, 0, 10, 2, 4, 7))
 
@@ -169,7 +177,7 @@ def test_columns_that_do_not_fit_each_other_are_damage() -> None:
     ):  # fmt: skip
         bad = replace(columns._columns, **{name: np.array(value, np.int64)})
         with pytest.raises(RecordError, match="damaged item index \\(column "):
-            ItemIndex.decode(encode(columns._names, bad), "index")
+            ItemIndex.decode(encode(columns._names, bad, {}), "index")
 
 
 def test_a_chunk_takes_less_than_256_bytes() -> None:
