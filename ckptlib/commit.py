@@ -524,6 +524,11 @@ def bury(storage: st.Storage, path: str, save_id: str) -> None:
     storage.remove([directory])
 
 
+def has_records(storage: st.Storage, path: str, save_id: str) -> bool:
+    """Whether rank records of a save are still there: what the end of a roll-forward removes."""
+    return any(entry.name.startswith("rank_") for entry in storage.list(save_dir(path, save_id)))
+
+
 def _remove_records(storage: st.Storage, path: str, save: SaveState) -> None:
     if save.begin is None:
         return

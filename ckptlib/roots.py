@@ -351,6 +351,10 @@ class Settled:
         return f"{self.found.name} save {self.save_id}: {what}"
 
 
+COMPARED_AT_START = 8
+"""Newest checkpoints whose exports are compared in full when an attempt begins."""
+
+
 def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
@@ -382,9 +386,22 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
                 reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished"
                 decision = commit.decide_abort(storage, found.path, save.save_id, reason=reason, decided_by="settle")
             done.append(Settled(found, save.save_id, decision))
-    for path in sorted({found.path for found in scan(storage, root).found if found.state == "committed"}):
-        _tidied(storage.url(path), lambda: commit.roll_forward(storage, path))  # noqa: B023 - called here
+    committed = sorted((found for found in scan(storage, root).found if found.state == "committed"), key=_newest_first)
+    for i, found in enumerate(committed):
+        # A roll-forward removes the records of its save last. Only the newest can also have been spoilt by a process
+        # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.
+        if i < COMPARED_AT_START or _is_unfinished(storage, found):
+            _tidied(found.url, lambda: commit.roll_forward(storage, found.path))  # noqa: B023 - called here
     return done
+
+
+def _newest_first(found: Found) -> tuple[int, int, str]:
+    attempt, iteration, save_id = found.order
+    return -attempt, -iteration, save_id
+
+
+def _is_unfinished(storage: st.Storage, found: Found) -> bool:
+    return found.save is not None and commit.has_records(storage, found.path, found.save.save_id)
 
 
 def _tidied(url: str, work: Callable[[], object]) -> bool:

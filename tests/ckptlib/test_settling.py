@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -184,3 +185,26 @@ def test_a_renamed_iteration_directory_is_not_taken_for_another_iteration(tmp_pa
     (tmp_path / "iter_0000100").rename(tmp_path / "iter_0000200")
     with pytest.raises(NoResumePointError, match="of iteration 100: was the directory renamed"):
         Checkpointer(str(tmp_path), run="r").restore({"model": {"w": torch.zeros(4)}})
+
+
+def test_a_start_does_not_read_every_old_checkpoint_again(tmp_path: Path) -> None:
+    """W8: old checkpoints whose roll-forward has ended cost a start a few looks, and no comparison of exports."""
+    root = str(tmp_path / "run")
+    job = Checkpointer(root, run="run")
+    for iteration in range(roots.COMPARED_AT_START + 4):
+        job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
+    with mock.patch.object(commit, "roll_forward", wraps=commit.roll_forward) as rolled:
+        Checkpointer(root, run="run")
+    assert rolled.call_count == roots.COMPARED_AT_START
+
+
+def test_w5_an_old_checkpoint_whose_exports_were_not_finished_is_finished_at_the_next_start(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    job = Checkpointer(root, run="run")
+    with mock.patch.object(commit, "roll_forward", side_effect=OSError("disk full")):
+        job.save({"model": {"w": torch.ones(1)}}, iteration=0)
+    for iteration in range(1, roots.COMPARED_AT_START + 2):
+        job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
+    assert not (tmp_path / "run/iter_0000000/metadata.json").exists()
+    Checkpointer(root, run="run")
+    assert (tmp_path / "run/iter_0000000/metadata.json").exists()
