@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ckptlib import commit, resume, rng, roots
 from ckptlib import storage as st
-from ckptlib.coordination import Group, lead, new_group
+from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
 from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.manifest import Begin, Decision, Kind
@@ -51,7 +51,10 @@ class Checkpointer:
         contents: names of the state's parts to save, plus ``rng``; None: everything.
         tracker: ``committed``: this process moves the tracker file after each commit; ``verified``: whoever verifies
             does, so that a reader of the tracker never sees an unverified checkpoint.
-        rng_tracker: RNG states beside the global ones.
+        rng_tracker: RNG streams beside the global ones; Megatron-Core's and Transformer Engine's trackers as they are.
+        data_parallel_random_init: as Megatron-Core's: its readers find the RNG state of every data-parallel rank in
+            ``rng_state``, not of the first alone. Rank 0 collects and writes them. Every rank's own state is stored
+            with or without.
         single_writer: vouches that nobody else writes to this root, for storages without exclusive creation.
         timeout: seconds that a rank waits for another.
         settle_wait: seconds that construction waits for an older attempt's last save to become complete.
@@ -75,7 +78,8 @@ class Checkpointer:
         save_interval: int | None = None,
         contents: Collection[str] | None = None,
         tracker: TrackerMode = "committed",
-        rng_tracker: rng.RngTracker | None = None,
+        rng_tracker: rng.RngTracker | rng.TrackerLike | None = None,
+        data_parallel_random_init: bool = False,
         single_writer: bool = False,
         timeout: float = 600.0,
         settle_wait: float = 0.0,
@@ -101,7 +105,8 @@ class Checkpointer:
         self._save_interval = save_interval
         self._contents = contents
         self._tracker = tracker
-        self._rng_tracker = rng_tracker
+        self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
+        self._every_rng_state = data_parallel_random_init
         self._on_event = on_event
         self._parent: str | None = None
         self._newest_saved: dict[str, int] = {}
@@ -240,11 +245,13 @@ class Checkpointer:
             CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
         """
         self._check_open()
+        chosen = self._contents if contents is None else contents
+        with_rng = chosen is None or "rng" in chosen
+        all_rng = self._all_rng_states() if with_rng and self._every_rng_state else None
 
         def prepare() -> SaveRequest:
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-            chosen = self._contents if contents is None else contents
             tree: dict[str, Any] = parts_of(state, chosen)
             clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
             if clash:
@@ -263,8 +270,9 @@ class Checkpointer:
             if rerun_state is not None:
                 tree[RERUN_KEY] = ShardedObject(RERUN_KEY, rerun_state, (world_size,), (rank,))
                 names.add("rerun_state")
-            if chosen is None or "rng" in chosen:
-                tree |= rng.sharded(rng.capture(self._rng_tracker), rank, world_size, self.topology)
+            if with_rng:
+                own_rng = rng.capture(self._rng_tracker)
+                tree |= rng.sharded(own_rng, rank, world_size, self.topology, all_rng, every_rank=self._every_rng_state)
                 names.add("rng")
             begin = Begin(
                 save_id="",
@@ -295,6 +303,11 @@ class Checkpointer:
             self._after_commit(roots.iteration_path(self._root, begin.iteration, begin.kind), begin, decision)
         self._parent = begin.save_id
         return result
+
+    def _all_rng_states(self) -> list[rng.State] | None:
+        """On rank 0, the RNG states of all ranks. Collective; fails on all ranks when it does on one."""
+        self._group.next_round()
+        return agree(self._group, "rng", lambda: rng.capture(self._rng_tracker))
 
     def poll(self) -> None:
         """Looks after background work; synchronous saves leave none."""

@@ -13,7 +13,10 @@
     │   ├── DisagreementError                       ranks disagree about something that must be equal
     │   ├── ShapeMismatchError                      stored and requested global shapes differ
     │   ├── DtypeMismatchError                      stored and requested dtypes differ
-    │   └── KeyMismatchError                        missing or unexpected keys
+    │   ├── KeyMismatchError                        missing or unexpected keys
+    │   ├── ArgsMismatchError                       a checkpoint's recorded arguments are another architecture's
+    │   ├── RngStateError                           an RNG state cannot be taken or put back; nothing was changed
+    │   └── ProgressError                           lr or scheduler position after a load are not those recorded
     ├── LoadIncompleteError                         a load failed after tensors had been changed; names them
     ├── IntegrityError                          exit 20   bytes are not what was recorded
     │   ├── RecordError                             a JSON record is malformed, or its own digest is wrong
@@ -102,6 +105,25 @@ class KeyMismatchError(StateError):
         super().__init__(message)
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
+
+
+class ArgsMismatchError(StateError):
+    """Raised when a checkpoint's recorded arguments (layers, heads, vocabulary, ...) are not those of the job."""
+
+
+class RngStateError(StateError):
+    """Raised when an RNG state cannot be taken, or cannot be put back; no generator was changed."""
+
+
+class ProgressError(StateError):
+    """Raised when a restored state is not where the checkpoint was: its lr or scheduler position differ (C38).
+
+    The state has been filled by then. `differences` names each number: what was recorded, and what the state says.
+    """
+
+    def __init__(self, message: str, *, differences: Mapping[str, tuple[float, float]] | None = None) -> None:
+        super().__init__(message)
+        self.differences = dict(differences or {})
 
 
 class LoadIncompleteError(CkptError):

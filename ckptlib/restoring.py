@@ -15,13 +15,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptlib import rng
+from ckptlib import rng, streams
 from ckptlib.coordination import Group
 from ckptlib.errors import StateError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
 from ckptlib.reader import LoadReport, PreparedLoad, Strict, load_together, prepare_load
 from ckptlib.resume import RERUN_KEY, StoredExtras, is_bookkeeping
 from ckptlib.source import Source, open_source
+from ckptlib.stored_rng import StoredStreams, stored_streams
 from ckptlib.topology import Topology
 
 BESIDE_STATE = frozenset({"rng", "args", "rerun_state"})
@@ -82,12 +83,11 @@ class RestoreRequest:
 
 @dataclass(frozen=True)
 class _Extras:
-    """What a checkpoint holds for one rank beside the state. `rng_is_own`: the rank's own, not one to seed from."""
+    """What a checkpoint holds for one rank beside the state. `rng`: found, and proven to work."""
 
     progress: Mapping[str, float]
     args: Any
-    rng: Mapping[str, Any] | None
-    rng_is_own: bool
+    rng: tuple[StoredStreams, rng.PreparedRng] | None
     rerun_state: Any
     rerun_dropped: bool
 
@@ -119,7 +119,7 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
     report = load_together(request.group, prepare, request.strict, request.verify)
     assert extras is not None  # else `load_together` has raised
     if extras.rng is not None:
-        _restore_rng(request, extras.rng, extras.rng_is_own, report.url)
+        _restore_rng(request, *extras.rng, report.url)
     elif request.with_rng:
         emit(request.on_event, Notice("rng_absent", f"{report.url}: no RNG state is stored; it stays as it is"))
     if extras.rerun_dropped:
@@ -142,45 +142,61 @@ def _read_extras(request: RestoreRequest, source: Source) -> _Extras:
     stored = StoredExtras(source)
     rank, world_size = request.group.rank, request.group.world_size
     begin = None if source.manifest is None else source.manifest.begin
-    same = (
-        begin is not None
-        and begin.world_size == world_size
-        and _same_place(begin.topology, request.topology, world_size)
-    )
-    own = stored.cell(rng.KEY_BY_RANK, (world_size,), (rank,)) if same and request.with_rng else None
-    if own is not None:
-        rng.check(own, request.rng_tracker)
+    now = request.topology or Topology(dp=world_size)
+    same = begin is not None and (begin.topology or Topology(dp=begin.world_size)) == now
+    found = stored_streams(source, now, rank) if request.with_rng else None
     return _Extras(
         progress=stored.progress(),
         args=stored.value("args"),
-        rng=own if own is not None or not request.with_rng else stored.first_rng(),
-        rng_is_own=own is not None,
+        rng=None if found is None else (found, rng.prepare(found.continuation, request.rng_tracker)),
         rerun_state=stored.cell(RERUN_KEY, (world_size,), (rank,)) if same else None,
         rerun_dropped=not same and stored.has_grid(RERUN_KEY),
     )
 
 
-def _same_place(saved: Topology | None, now: Topology | None, world_size: int) -> bool:
-    """Whether a rank number means the same place in both; a topology that was not given is plain data parallel."""
-    plain = Topology(dp=world_size)
-    return (saved or plain) == (now or plain)
-
-
-def _restore_rng(request: RestoreRequest, state: Mapping[str, Any], is_own: bool, url: str) -> None:
-    """This rank's own state when it exists and means the same place; else a recorded, deterministic re-seed."""
-    if is_own:
-        rng.restore(state, request.rng_tracker)
-        return
+def _restore_rng(request: RestoreRequest, stored: StoredStreams, prepared: rng.PreparedRng, url: str) -> None:
+    """Puts the streams back. What does not continue as it was is said (R6)."""
+    prepared.apply()
     rank = request.group.rank
-    seed = rng.reseed(state, rank if request.topology is None else request.topology.replica(rank))
-    emit(
-        request.on_event,
-        Notice(
-            "rng_reseeded",
-            f"{url}: saved on another topology; rank {rank} was seeded from the saved state",
-            {"rank": rank, "seed": seed},
-        ),
-    )
+    if stored.changed is not None or prepared.seeded:
+        why = "the checkpoint lacks streams" if stored.changed is None else f"the topology changed ({stored.changed})"
+        emit(
+            request.on_event,
+            Notice(
+                "rng_reseeded",
+                f"{url}: {why}; rank {rank} seeded {_names(prepared.seeded)} from the saved state and its place, "
+                f"and continues {_names(prepared.kept)}",
+                {
+                    "rank": rank,
+                    "seed": prepared.seeded.get(streams.DEFAULT),
+                    "seeded": dict(prepared.seeded),
+                    "kept": list(prepared.kept),
+                },
+            ),
+        )
+    if stored.shared:
+        emit(
+            request.on_event,
+            Notice(
+                "rng_shared",
+                f"{url}: one RNG state is stored for all data-parallel ranks of a cell, as Megatron-Core keeps it "
+                "without data_parallel_random_init; all of them continue from it",
+                {"rank": rank},
+            ),
+        )
+    if prepared.dropped:
+        emit(
+            request.on_event,
+            Notice(
+                "rng_streams_dropped",
+                f"{url}: the streams {_names(prepared.dropped)} are stored, and this process has no tracker for them",
+                {"rank": rank, "dropped": list(prepared.dropped)},
+            ),
+        )
+
+
+def _names(of: Collection[str]) -> str:
+    return ", ".join(of) or "nothing"
 
 
 def parts_of(state: Mapping[str, Any], contents: Collection[str] | None) -> dict[str, Any]:

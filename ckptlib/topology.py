@@ -1,7 +1,8 @@
 """Parallel topology of a training job and each rank's coordinates in it. Pure.
 
 Rank order is Megatron-Core's default ``tp-cp-ep-dp-pp`` (`megatron.core.parallel_state`): tensor parallel varies
-fastest, pipeline parallel slowest. Expert parallelism lives inside DP x CP and has no axis of its own here.
+fastest, pipeline parallel slowest. The ranks of one pipeline stage are counted twice: as TP x CP x DP for the dense
+layers, and as ETP x EP x expert DP, in that order, for the experts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,20 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
+class ExpertCoordinates:
+    """Where a rank stands among the experts; `dp` counts the copies of one expert's shard (expert data parallel)."""
+
+    etp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
 class Topology:
     """Sizes of the parallel axes. `dp` counts replicas of the model (without `cp`).
+
+    `etp` is stated, not derived: Megatron-Core takes the tensor-parallel size where none is given.
 
     Raises:
         StateError: a size is not a positive integer, or expert sizes do not fit into the others.
@@ -66,14 +79,44 @@ class Topology:
         pp, dp = divmod(rest, self.dp)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
-    def replica(self, rank: int) -> int:
-        """Number of the tensor-parallel group of a rank, from 0: ranks of one group see the same activations.
+    def rank_at(self, at: Coordinates) -> int:
+        """Global rank of a place; the inverse of `coordinates`.
+
+        Raises:
+            StateError: there is no such place.
+        """
+        for name, index in asdict(at).items():
+            if not 0 <= index < getattr(self, name):
+                raise StateError(f"topology {self}: {name}={index} is outside 0..{getattr(self, name) - 1}")
+        return at.tp + self.tp * (at.cp + self.cp * (at.dp + self.dp * at.pp))
+
+    @property
+    def expert_dp(self) -> int:
+        """Number of copies of each expert's shard: tp * cp * dp / (etp * ep)."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Coordinates of global rank `rank` among the experts.
 
         Raises:
             StateError: `rank` is not in [0, world_size).
         """
         at = self.coordinates(rank)
-        return (at.pp * self.dp + at.dp) * self.cp + at.cp
+        rest, etp = divmod(rank % (self.tp * self.cp * self.dp), self.etp)
+        dp, ep = divmod(rest, self.ep)
+        return ExpertCoordinates(etp=etp, ep=ep, dp=dp, pp=at.pp)
+
+    def expert_rank_at(self, at: ExpertCoordinates) -> int:
+        """Global rank of a place among the experts; the inverse of `expert_coordinates`.
+
+        Raises:
+            StateError: there is no such place.
+        """
+        sizes = {"etp": self.etp, "ep": self.ep, "dp": self.expert_dp, "pp": self.pp}
+        for name, index in asdict(at).items():
+            if not 0 <= index < sizes[name]:
+                raise StateError(f"topology {self}: expert {name}={index} is outside 0..{sizes[name] - 1}")
+        return at.etp + self.etp * (at.ep + self.ep * (at.dp + self.expert_dp * at.pp))
 
     def to_json(self) -> dict[str, int]:
         """All axes, also those of size 1."""
