@@ -23,7 +23,15 @@ OWN_KEYS = frozenset(
 )
 """What a `Checkpointer` saves beside the caller's parts."""
 
-_OWN_PREFIXES = ("progress.", "args.", f"{RNG_KEY}/", f"{KEY_BY_RANK}/", f"{RERUN_KEY}/", "common_state/")
+_OWN_PREFIXES = (
+    "progress.",
+    "args.",
+    f"{RNG_KEY}/",
+    f"{RNG_KEY}.",
+    f"{KEY_BY_RANK}/",
+    f"{RERUN_KEY}/",
+    "common_state/",
+)
 
 
 def is_bookkeeping(key: str) -> bool:
@@ -149,16 +157,6 @@ class StoredExtras:
     def has_grid(self, key: str) -> bool:
         """Whether any cell of the grid is stored."""
         return any(name.startswith(f"{key}/shard_") for name in self._source.index.object_keys)
-
-    def first_rng(self) -> Mapping[str, Any] | None:
-        """The RNG state of the first rank, from which others may be seeded."""
-        names = [name for name in self._source.index.object_keys if name.startswith(f"{RNG_KEY}/shard_")]
-        if not names:
-            return None
-        entries = self._source.read_object(min(names))
-        while isinstance(entries, list):
-            entries = entries[0]
-        return dict(entries)
 
     def _common(self) -> Mapping[str, Any]:
         return self._source.read_common()
