@@ -17,9 +17,9 @@ from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
 from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
+from ckptlib.load_options import LoadOptions, Strict
 from ckptlib.manifest import Begin, Decision, Kind
 from ckptlib.planning import PlanCache
-from ckptlib.reader import Strict
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
 from ckptlib.saving import SaveRequest, SaveResult, run_save
@@ -178,8 +178,7 @@ class Checkpointer:
             RestoreRequest(
                 choice=choice,
                 contents=contents,
-                strict=strict,
-                verify=verify or check,
+                options=LoadOptions(strict=strict, verify=verify or check),
                 group=self._group,
                 topology=self.topology,
                 rng_tracker=self._rng_tracker,

@@ -1,26 +1,28 @@
 """Reads parts of stored chunks straight into tensors (R3): exact bytes, coalesced, no copy where memory allows.
 
-A destination is any strided CPU tensor whose last axis is dense, a DTensor's local part or a narrowed view: each run
-of elements that is contiguous on both sides is read to its place. Runs that are neighbours in the file travel in one
-request, whatever the gaps between their places. Anything else (another device) goes through one scratch tensor.
+A target is any strided CPU tensor whose last axis is dense, a DTensor's local part or a narrowed view: each run of
+elements that is contiguous on both sides is read to its place. Runs that are neighbours in the file travel in one
+request, whatever the gaps between their places. Anything else (another device, another dtype) goes through a scratch
+tensor of `SCRATCH_BYTES` at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from isal import isal_zlib
 
 from ckptlib import storage as st
-from ckptlib.errors import IntegrityError, UnsupportedError
-from ckptlib.index import UNKNOWN, ChunkItem, Location
-from ckptlib.read_plan import contiguous_runs
-from ckptlib.sharding import Box
+from ckptlib.errors import IntegrityError
+from ckptlib.index import UNKNOWN, ChunkItem
+from ckptlib.read_plan import Int64s, ReadPlan, contiguous_runs, first_runs
 from ckptlib.source import Source
 from ckptlib.state import memory_of
+from ckptlib.tiling import padded
 
 READERS = 4
 """Batches that are read side by side: enough to keep a disk and some cores busy, few enough for 16 ranks on a host."""
@@ -28,21 +30,22 @@ READERS = 4
 BATCH_BYTES = 32 * 1024 * 1024
 """Neighbours in a file that one reader takes together."""
 
+SCRATCH_BYTES = 32 * 1024 * 1024
+"""What does not land in place is read in slabs of about this size."""
+
 
 @dataclass(frozen=True)
-class Fetch:
-    """One box of one stored chunk, and where its elements go.
+class Target:
+    """Where the elements of one request go.
 
     Attributes:
-        box: relative to the chunk.
-        target: a view with the shape of `box`.
-        begin: called before `target` is changed.
+        tensor: a view with the axes of the requested box.
+        dtype: as stored; values are converted when the tensor has another.
     """
 
-    item: ChunkItem
-    box: Box
-    target: torch.Tensor
-    begin: Callable[[], None] = lambda: None
+    key: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
 
 
 @dataclass
@@ -58,22 +61,30 @@ class Traffic:
         return self
 
 
-def fetch_all(source: Source, fetches: Sequence[Fetch]) -> Traffic:
+def fetch_all(
+    source: Source, plan: ReadPlan, targets: Sequence[Target], begin: Callable[[str], object] = lambda key: None
+) -> Traffic:
     """Reads everything in file order, in batches side by side.
+
+    Args:
+        plan: its requests are the rows of `targets`.
+        begin: called with a target's key before the target is changed; by several threads.
 
     Raises:
         OSError: the storage failed.
         IntegrityError: a whole chunk does not have its recorded CRC-32.
         Whatever happened first; reads that were under way have ended by then.
     """
-    batches = _batches(sorted(fetches, key=lambda fetch: (fetch.item.location.file, fetch.item.location.offset)))
-    total = Traffic()
+    in_index = np.array([target.key in source.index.repeated for target in targets], bool)[plan.request]
+    total = _take_from_index(source, plan.take(np.flatnonzero(in_index)), targets, begin)
+    fetcher = _Fetcher(source, plan.take(np.flatnonzero(~in_index)).in_file_order(), targets, begin)
+    batches = list(fetcher.batches())
     if len(batches) < 2:
         for batch in batches:
-            total += _fetch_batch(source, batch)
+            total += fetcher.fetch(batch)
         return total
     with ThreadPoolExecutor(min(READERS, len(batches)), thread_name_prefix="ckptlib-read") as pool:
-        futures = [pool.submit(_fetch_batch, source, batch) for batch in batches]
+        futures = [pool.submit(fetcher.fetch, batch) for batch in batches]
         try:
             for future in futures:
                 total += future.result()
@@ -84,82 +95,232 @@ def fetch_all(source: Source, fetches: Sequence[Fetch]) -> Traffic:
     return total
 
 
-def _batches(fetches: Sequence[Fetch]) -> list[list[Fetch]]:
-    """Cuts an ordered list where the file changes and where a batch is large enough."""
-    batches: list[list[Fetch]] = []
-    size = 0
-    for fetch in fetches:
-        if not batches or size >= BATCH_BYTES or fetch.item.location.file != batches[-1][0].item.location.file:
-            batches.append([])
-            size = 0
-        batches[-1].append(fetch)
-        size += fetch.box.volume * fetch.target.element_size()
-    return batches
+def _take_from_index(
+    source: Source, plan: ReadPlan, targets: Sequence[Target], begin: Callable[[str], object]
+) -> Traffic:
+    """Small whole tensors that the index repeats: their payloads have come with it."""
+    total = Traffic()
+    for row in range(len(plan)):
+        target = targets[plan.request[row]]
+        data = torch.frombuffer(bytearray(source.index.repeated[target.key]), dtype=target.dtype)
+        chunk = data.view(plan.chunk_sizes[row].tolist())
+        for axis, (first, size) in enumerate(zip(plan.source[row].tolist(), plan.sizes[row].tolist(), strict=True)):
+            chunk = chunk.narrow(axis, first, size)
+        view = _view(plan, row, target.tensor)
+        begin(target.key)
+        view.copy_(chunk.reshape(view.shape))
+        total += Traffic(chunk.nbytes)
+    return total
 
 
-def _fetch_batch(source: Source, fetches: Sequence[Fetch]) -> Traffic:
-    traffic = Traffic()
-    for fetch in fetches:
-        traffic += fetch_one(source, fetch)
-    return traffic
+class _Fetcher:
+    """One load: the plan in file order, and for each of its rows where it begins on both sides."""
 
+    def __init__(
+        self, source: Source, plan: ReadPlan, targets: Sequence[Target], begin: Callable[[str], object]
+    ) -> None:
+        self._source = source
+        self._plan = plan
+        self._targets = targets
+        self._begin = begin
+        self._memories: list[memoryview | None] = [_memory(target) for target in targets]
+        self._itemsizes = np.array([target.dtype.itemsize for target in targets], np.int64)[plan.request]
+        bases = np.array([target.tensor.storage_offset() for target in targets], np.int64)[plan.request]
+        self._strides = padded([target.tensor.stride() for target in targets], plan.sizes.shape[1], 0)
+        from_, to, length = first_runs(plan, self._strides[plan.request])
+        volumes = plan.volumes
+        self._from = from_ * self._itemsizes
+        self._places = (to + bases) * self._itemsizes
+        self._nbytes = volumes * self._itemsizes
+        self._is_one_run = length == volumes
+        self._whole = plan.whole
 
-def fetch_one(source: Source, fetch: Fetch) -> Traffic:
-    """Reads one box; see `fetch_all`."""
-    if fetch.box.volume == 0:
-        return Traffic()
-    try:
-        location = source.locate(fetch.item)
-    except UnsupportedError:  # its elements do not lie in order: torch reads it whole, as it reads everything
-        return _fetch_whole(source, fetch)
-    direct = _is_direct(fetch.target)
-    landing = fetch.target if direct else torch.empty(fetch.box.shape, dtype=fetch.target.dtype)
-    itemsize = landing.element_size()
-    from_, to, length = contiguous_runs(fetch.box, fetch.item.box.shape, landing.stride())
-    nbytes = length * itemsize
-    # Places are counted in the whole storage: strides of a view mean nothing to its own memory.
-    memory = _storage_memory(landing)
-    base = int(landing.storage_offset()) * itemsize
-    starts: list[int] = (from_ * itemsize + location.payload_offset).tolist()
-    places: list[int] = (to * itemsize + base).tolist()
-    ranges = [(at, memory[place : place + nbytes]) for at, place in zip(starts, places, strict=True)]
-    if direct:
-        fetch.begin()
-    source.storage.read_into(st.join(source.path, location.file), ranges)
-    if location.crc32 != UNKNOWN and fetch.box.shape == fetch.item.box.shape:
-        _check_crc(source, fetch.item.key, location, [view for _, view in ranges])
-    if not direct:
-        fetch.begin()
-        fetch.target.copy_(landing)
-    return Traffic(nbytes * len(ranges), st.count_requests(ranges))
+    def batches(self) -> Iterator[slice]:
+        """Cuts the plan where the file changes and where a batch is large enough."""
+        if not len(self._plan):
+            return
+        filled = np.cumsum(self._nbytes)
+        new_file = np.flatnonzero(np.diff(self._plan.file)) + 1
+        start = 0
+        for stop in [*new_file.tolist(), len(self._plan)]:
+            while start < stop:
+                before = int(filled[start - 1]) if start else 0
+                end = min(stop, int(np.searchsorted(filled, before + BATCH_BYTES)) + 1)
+                yield slice(start, end)
+                start = end
 
-
-def _fetch_whole(source: Source, fetch: Fetch) -> Traffic:
-    chunk = source.read_chunk(fetch.item)
-    where = tuple(slice(o, e) for o, e in zip(fetch.box.offset, fetch.box.end, strict=True))
-    fetch.begin()
-    fetch.target.copy_(chunk[where])
-    return Traffic(chunk.nbytes, 1)
-
-
-def _is_direct(target: torch.Tensor) -> bool:
-    """Whether runs of the target are runs of memory that this process can read into."""
-    if target.device.type != "cpu" or target.is_conj() or target.is_neg():
-        return False
-    dense = [stride for size, stride in zip(target.shape, target.stride(), strict=True) if size != 1]
-    return not dense or (dense[-1] == 1 and 0 not in dense)
-
-
-def _storage_memory(tensor: torch.Tensor) -> memoryview:
-    return memory_of(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
-
-
-def _check_crc(source: Source, key: str, location: Location, views: Sequence[memoryview]) -> None:
-    found = 0
-    for view in views:
-        found = isal_zlib.crc32(view, found)
-    if found != location.crc32:
-        raise IntegrityError(
-            f"tensor {key!r}: damaged in {source.url}/{location.file} at byte {location.payload_offset}: CRC-32 "
-            f"{found:08x}, written {location.crc32:08x}"
+    def fetch(self, rows: slice) -> Traffic:
+        """Reads rows that lie in one file."""
+        plan = self._plan
+        path = st.join(self._source.path, self._source.index.files[int(plan.file[rows.start])])
+        locations, unordered = self._locate(rows)
+        traffic = Traffic()
+        ranges: list[st.Range] = []
+        checks: list[tuple[int, int, list[memoryview]]] = []
+        elsewhere: list[tuple[int, int, int]] = []
+        crcs = np.where(self._whole[rows], locations[:, 4], UNKNOWN).tolist()
+        starts = (locations[:, 2] + self._from[rows]).tolist()
+        columns = (
+            range(rows.start, rows.stop),
+            plan.request[rows].tolist(),
+            starts,
+            self._places[rows].tolist(),
+            self._nbytes[rows].tolist(),
+            self._is_one_run[rows].tolist(),
+            crcs,
         )
+        for row, request, start, place, nbytes, is_one_run, crc in zip(*columns, strict=True):
+            if row in unordered:
+                continue
+            memory = self._memories[request]
+            if memory is None:
+                elsewhere.append((row, start, crc))
+                continue
+            if is_one_run:
+                views = [memory[place : place + nbytes]]
+                ranges.append((start, views[0]))
+            else:
+                runs = self._runs(row, start, place, memory)
+                views = [view for _, view in runs]
+                ranges += runs
+            if crc != UNKNOWN:
+                checks.append((row, crc, views))
+        for request in np.unique(plan.request[rows]).tolist():
+            if self._memories[request] is not None:
+                self._begin(self._targets[request].key)
+        if ranges:
+            self._source.storage.read_into(path, ranges)
+            traffic += Traffic(sum(len(view) for _, view in ranges), st.count_requests(ranges))
+        for row, crc, views in checks:
+            found = 0
+            for view in views:
+                found = isal_zlib.crc32(view, found)
+            self._compare(row, found, crc)
+        for row, start, crc in elsewhere:
+            traffic += self._fetch_by_slabs(path, row, start, crc)
+        for row in sorted(unordered):
+            traffic += self._fetch_whole(row)
+        return traffic
+
+    def _locate(self, rows: slice) -> tuple[Int64s, frozenset[int]]:
+        """Locations with payload offsets, and the rows whose elements do not lie in order."""
+        locations = self._plan.locations[rows]
+        unknown = (np.flatnonzero(locations[:, 2] == UNKNOWN) + rows.start).tolist()
+        if not unknown:
+            return locations, frozenset()
+        locations = locations.copy()
+        found, unordered = self._source.locate([self._item(row) for row in unknown])
+        for row, location in zip(unknown, found, strict=True):
+            if location is not None:
+                locations[row - rows.start] = (
+                    location.offset,
+                    location.length,
+                    location.payload_offset,
+                    location.payload_length,
+                    location.crc32,
+                )
+        return locations, frozenset(unknown[i] for i in unordered)
+
+    def _runs(self, row: int, start: int, place: int, memory: memoryview) -> list[st.Range]:
+        """The ranges of a part that is several runs."""
+        shape, strides, itemsize = self._shape(row), self._source_strides(row), int(self._itemsizes[row])
+        target_strides = self._strides[self._plan.request[row]].tolist()
+        from_, to, length = contiguous_runs(shape, strides, target_strides)
+        nbytes = length * itemsize
+        places = (to * itemsize + place).tolist()
+        return [
+            (at, memory[to_ : to_ + nbytes])
+            for at, to_ in zip((from_ * itemsize + start).tolist(), places, strict=True)
+        ]
+
+    def _fetch_by_slabs(self, path: str, row: int, start: int, crc: int) -> Traffic:
+        """A part that does not land in place, slab by slab along its first axis that is longer than 1."""
+        target = self._targets[self._plan.request[row]]
+        view = _view(self._plan, row, target.tensor)
+        shape, strides, itemsize = self._shape(row), self._source_strides(row), int(self._itemsizes[row])
+        axis = next((axis for axis, size in enumerate(shape) if size != 1), 0)
+        step = max(1, SCRATCH_BYTES * shape[axis] // int(self._nbytes[row]))
+        traffic, found = Traffic(), 0
+        for first in range(0, shape[axis], step):
+            slab = [*shape[:axis], min(step, shape[axis] - first), *shape[axis + 1 :]]
+            landing = torch.empty(slab, dtype=target.dtype)
+            memory = memory_of(landing)
+            at = start + first * strides[axis] * itemsize
+            from_, to, length = contiguous_runs(slab, strides, _row_major(slab))
+            nbytes = length * itemsize
+            ranges = [
+                (at + one, memory[two : two + nbytes])
+                for one, two in zip((from_ * itemsize).tolist(), (to * itemsize).tolist(), strict=True)
+            ]
+            self._source.storage.read_into(path, ranges)
+            traffic += Traffic(len(memory), st.count_requests(ranges))
+            if crc != UNKNOWN:
+                found = isal_zlib.crc32(memory, found)
+                if first + step >= shape[axis]:
+                    self._compare(row, found, crc)
+            self._begin(target.key)
+            part = view.narrow(axis, first, slab[axis]) if view.dim() else view
+            part.copy_(landing.reshape(part.shape))
+        return traffic
+
+    def _fetch_whole(self, row: int) -> Traffic:
+        """A part of a chunk whose elements do not lie in order: torch reads it whole, as it reads everything."""
+        chunk = self._source.read_chunk(self._item(row))
+        ndim = chunk.dim()
+        where = tuple(
+            slice(first, first + size)
+            for first, size in zip(self._plan.source[row, :ndim].tolist(), self._shape(row)[:ndim], strict=True)
+        )
+        target = self._targets[self._plan.request[row]]
+        self._begin(target.key)
+        view = _view(self._plan, row, target.tensor)
+        view.copy_(chunk[where].reshape(view.shape))
+        return Traffic(chunk.nbytes, 1)
+
+    def _compare(self, row: int, found: int, crc: int) -> None:
+        if found != crc:
+            item = self._item(row)
+            raise IntegrityError(
+                f"tensor {item.key!r}: damaged in {self._source.url}/{item.location.file}, chunk {item.box}: CRC-32 "
+                f"{found:08x}, written {crc:08x}"
+            )
+
+    def _shape(self, row: int) -> list[int]:
+        shape: list[int] = self._plan.sizes[row].tolist()
+        return shape
+
+    def _source_strides(self, row: int) -> list[int]:
+        return _row_major(self._plan.chunk_sizes[row].tolist())
+
+    def _item(self, row: int) -> ChunkItem:
+        index = self._source.index
+        info = index.tensor(self._targets[self._plan.request[row]].key)
+        return index.chunk_item(info, index.chunks(info.key), int(self._plan.chunk[row]))
+
+
+def _view(plan: ReadPlan, row: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a target that a part fills."""
+    offset, shape = plan.target[row].tolist(), plan.sizes[row].tolist()
+    view: torch.Tensor = tensor[tuple(slice(offset[axis], offset[axis] + shape[axis]) for axis in range(tensor.dim()))]
+    return view
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides
+
+
+def _memory(target: Target) -> memoryview | None:
+    """The whole storage behind a target, if runs of it are runs of memory that this process can read into.
+
+    Places are counted in the storage: strides of a view mean nothing to its own memory.
+    """
+    tensor = target.tensor
+    if tensor.dtype != target.dtype or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return None
+    dense = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    if dense and (dense[-1] != 1 or 0 in dense):
+        return None
+    return memory_of(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))

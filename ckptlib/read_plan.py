@@ -1,85 +1,251 @@
-"""Which bytes a load needs: request box ∩ stored chunk, as contiguous byte runs (R3). Pure (numpy only)."""
+"""Which bytes a load needs: request box ∩ stored chunk, as contiguous byte runs (R3). Pure (numpy only).
+
+A plan is columns, not objects: a rank of a large job finds its chunks among a million in milliseconds, and what it
+keeps of each is `ReadPlan.nbytes` / n bytes. Axes beyond a tensor's own number have size 1 and offset 0, so that all
+boxes of one load have D axes; an axis of size 1 neither makes a run longer nor ends it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptlib.index import ItemIndex
 from ckptlib.sharding import Box
+from ckptlib.tiling import padded
 
 Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+
+SCANNED = 256
+"""Tensors with more chunks are searched along their first axis before their chunks are compared on all axes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPiece:
-    """The part of a stored chunk that a request needs.
+@dataclass(frozen=True)
+class Requests:
+    """What a load wants, as columns of equal length r.
 
     Attributes:
-        chunk: row in the tensor's `Chunks`.
-        source: the common box, relative to the chunk.
-        target: the same box, relative to the requested box.
-        whole: the whole chunk is needed, so its CRC-32 can be checked.
+        keys: (r,) stored names.
+        offsets, sizes: (r, D) boxes in global coordinates.
     """
 
-    chunk: int
-    source: Box
-    target: Box
-    whole: bool
+    keys: tuple[str, ...]
+    offsets: Int64s
+    sizes: Int64s
+
+    @classmethod
+    def build(cls, keys: Sequence[str], boxes: Sequence[Box]) -> Requests:
+        """The table of these boxes, in their order."""
+        axes = max((len(box.shape) for box in boxes), default=0) or 1
+        return cls(
+            tuple(keys), padded([box.offset for box in boxes], axes, 0), padded([box.shape for box in boxes], axes, 1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def axes(self) -> int:
+        """D."""
+        return int(self.offsets.shape[1])
 
 
-def intersect_chunks(request: Box, offsets: Int64s, shapes: Int64s) -> Iterator[ReadPiece]:
-    """The pieces of stored chunks that fill a requested box, in chunk order.
+@dataclass(frozen=True)
+class ReadPlan:
+    """The parts of stored chunks that fill the requests, as columns of equal length n.
 
-    Args:
-        request: box in global coordinates.
-        offsets, shapes: (n, ndim) boxes of the chunks.
+    Attributes:
+        request: (n,) row in `Requests`.
+        chunk: (n,) row in the tensor's `Chunks`.
+        file: (n,) index into `ItemIndex.files`.
+        locations: (n, 5) as in `Chunks`.
+        source: (n, D) first common element, relative to the chunk.
+        target: (n, D) the same, relative to the requested box.
+        sizes: (n, D) the common box; never empty.
+        chunk_sizes: (n, D) the stored chunk.
     """
-    start, end = np.array(request.offset, np.int64), np.array(request.end, np.int64)
-    low, high = np.maximum(offsets, start), np.minimum(offsets + shapes, end)
-    for i in np.flatnonzero((low < high).all(axis=1)):
-        common = Box(tuple(low[i].tolist()), tuple((high[i] - low[i]).tolist()))
-        origin = tuple(offsets[i].tolist())
-        whole = common.shape == tuple(shapes[i].tolist())
-        yield ReadPiece(int(i), common.relative_to(origin), common.relative_to(request.offset), whole)
+
+    request: Int32s
+    chunk: Int32s
+    file: Int32s
+    locations: Int64s
+    source: Int64s
+    target: Int64s
+    sizes: Int64s
+    chunk_sizes: Int64s
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+    @property
+    def volumes(self) -> Int64s:
+        """(n,) elements of each part."""
+        volumes: Int64s = self.sizes.prod(axis=1)
+        return volumes
+
+    @property
+    def whole(self) -> Flags:
+        """(n,) the whole chunk is needed, so its CRC-32 can be checked."""
+        whole: Flags = (self.sizes == self.chunk_sizes).all(axis=1)
+        return whole
+
+    def take(self, rows: Int64s | slice) -> ReadPlan:
+        """Some rows."""
+        return ReadPlan(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def in_file_order(self) -> ReadPlan:
+        """The same, by file and by place in it."""
+        return self.take(np.lexsort((self._first_elements(), self.locations[:, 0], self.file)))
+
+    def covered(self, requests: int) -> Int64s:
+        """(r,) elements of each request that are filled."""
+        out = np.zeros(requests, np.int64)
+        np.add.at(out, self.request, self.volumes)
+        return out
+
+    def _first_elements(self) -> Int64s:
+        first: Int64s = (self.source * row_major_strides(self.chunk_sizes)).sum(axis=1)
+        return first
 
 
-def contiguous_runs(box: Box, source_shape: Sequence[int], target_strides: Sequence[int]) -> tuple[Int64s, Int64s, int]:
-    """Element runs that are contiguous in both the stored chunk and the destination, in the order of the chunk.
+def plan_reads(index: ItemIndex, requests: Requests) -> ReadPlan:
+    """The parts of chunks that fill requested boxes: by request, and by chunk within one.
+
+    Every requested key is in the index with as many axes as its box.
+    """
+    axes = requests.axes
+    rows, counts = [], np.zeros(len(requests), np.int64)
+    parts: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
+    for i, key in enumerate(requests.keys):
+        chunks = index.chunks(key)
+        which: Int64s | slice = slice(None)
+        count = len(chunks)
+        if count > SCANNED:
+            which = _near(chunks.offsets, chunks.shapes, requests.offsets[i], requests.sizes[i])
+            count = len(which)
+        rows.append(np.arange(count) if isinstance(which, slice) else which)
+        counts[i] = count
+        parts.append((chunks.offsets[which], chunks.shapes[which], chunks.files[which], chunks.locations[which]))
+    total = int(counts.sum())
+    offsets, sizes = np.zeros((total, axes), np.int64), np.ones((total, axes), np.int64)
+    stops = np.cumsum(counts).tolist()
+    for (part_offsets, part_sizes, _, _), start, stop in zip(parts, [0, *stops], stops, strict=False):
+        ndim = part_offsets.shape[1]
+        offsets[start:stop, :ndim] = part_offsets
+        sizes[start:stop, :ndim] = part_sizes
+    request = np.repeat(np.arange(len(requests)), counts)
+    origins = requests.offsets[request]
+    low = np.maximum(offsets, origins)
+    common = np.minimum(offsets + sizes, origins + requests.sizes[request]) - low
+    kept = np.flatnonzero((common > 0).all(axis=1))
+    files = np.concatenate([part[2] for part in parts]) if parts else np.zeros(0, np.int64)
+    locations = np.concatenate([part[3] for part in parts]) if parts else np.zeros((0, 5), np.int64)
+    chunk = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    return ReadPlan(
+        request=request[kept].astype(np.int32),
+        chunk=chunk[kept].astype(np.int32),
+        file=files[kept].astype(np.int32),
+        locations=locations[kept],
+        source=low[kept] - offsets[kept],
+        target=low[kept] - origins[kept],
+        sizes=common[kept],
+        chunk_sizes=sizes[kept],
+    )
+
+
+def plan_boxes(index: ItemIndex, keys: Sequence[str], chunks: Sequence[int], boxes: Sequence[Box]) -> ReadPlan:
+    """A plan of boxes that are known, one per request.
 
     Args:
-        box: relative to the chunk; not empty.
-        source_shape: shape of the chunk, which is stored in row-major order.
-        target_strides: strides of the destination, a view with the shape of `box`; its last axis is dense.
+        chunks: rows in the tensors' `Chunks`.
+        boxes: relative to the chunks; empty ones are left out.
+    """
+    kept = [i for i, box in enumerate(boxes) if box.volume]
+    axes = max((len(boxes[i].shape) for i in kept), default=0) or 1
+    columns = [index.chunks(keys[i]) for i in kept]
+    rows = [chunks[i] for i in kept]
+    at = list(zip(columns, rows, strict=True))
+    return ReadPlan(
+        request=np.array(kept, np.int32),
+        chunk=np.array(rows, np.int32),
+        file=np.array([column.files[row] for column, row in at], np.int32),
+        locations=np.array([column.locations[row] for column, row in at], np.int64).reshape(-1, 5),
+        source=padded([boxes[i].offset for i in kept], axes, 0),
+        target=np.zeros((len(kept), axes), np.int64),
+        sizes=padded([boxes[i].shape for i in kept], axes, 1),
+        chunk_sizes=padded([column.shapes[row].tolist() for column, row in at], axes, 1),
+    )
+
+
+def _near(offsets: Int64s, sizes: Int64s, offset: Int64s, size: Int64s) -> Int64s:
+    """The rows of a large table of boxes that meet a box on their first axis."""
+    if offsets.shape[1] == 0:
+        return np.arange(len(offsets))
+    begin = offsets[:, 0]
+    return np.flatnonzero((begin < offset[0] + size[0]) & (begin + sizes[:, 0] > offset[0]))
+
+
+def row_major_strides(sizes: Int64s) -> Int64s:
+    """(n, D) strides in elements of boxes that are stored in row-major order."""
+    strides = np.ones_like(sizes)
+    if sizes.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
+def first_runs(plan: ReadPlan, target_strides: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Where the first run of each part begins, and how long each of its runs is, in elements.
+
+    Args:
+        target_strides: (n, D) strides of the requests' tensors; the last axis longer than 1 is dense.
 
     Returns:
-        source offsets, target offsets from the view's first element (elements, both of shape (n,)), and the length
-        of every run in elements.
+        (n,) first element in the chunk, in the tensor from its own first element, and the length of a run. A part
+        with as many elements as that is one run; see `contiguous_runs` for the others.
     """
-    source_strides = _strides(source_shape)
-    length = 1
-    # Axes of size 1 neither make a run longer nor end it, whatever their strides say.
-    axes = [axis for axis in range(len(box.shape)) if box.shape[axis] != 1]
-    while axes and source_strides[axes[-1]] == length == target_strides[axes[-1]]:
-        length *= box.shape[axes.pop()]
-    source = np.array([sum(o * s for o, s in zip(box.offset, source_strides, strict=True))], np.int64)
-    target = np.zeros(1, np.int64)
-    for axis in axes:
-        steps = np.arange(box.shape[axis], dtype=np.int64)
-        source = (source[:, None] + steps * source_strides[axis]).reshape(-1)
-        target = (target[:, None] + steps * target_strides[axis]).reshape(-1)
+    source_strides = row_major_strides(plan.chunk_sizes)
+    source = (plan.source * source_strides).sum(axis=1)
+    target = (plan.target * target_strides).sum(axis=1)
+    length = np.ones(len(plan), np.int64)
+    growing = np.ones(len(plan), bool)
+    for axis in reversed(range(plan.sizes.shape[1])):
+        size = plan.sizes[:, axis]
+        touching = (source_strides[:, axis] == length) & (target_strides[:, axis] == length)
+        growing &= (size == 1) | touching
+        length = np.where(growing, length * size, length)
     return source, target, length
 
 
-def missing_elements(request: Box, pieces: Sequence[ReadPiece]) -> int:
-    """How many elements of a request no chunk covers (chunks of a checkpoint do not overlap)."""
-    return request.volume - sum(piece.source.volume for piece in pieces)
+def contiguous_runs(
+    shape: Sequence[int], source_strides: Sequence[int], target_strides: Sequence[int]
+) -> tuple[Int64s, Int64s, int]:
+    """Element runs that are contiguous in both the stored chunk and the destination, in the order of the chunk.
 
+    Args:
+        shape: of the box that is copied; not empty.
+        source_strides, target_strides: in elements; the destination's last axis is dense.
 
-def _strides(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return strides
+    Returns:
+        source offsets, target offsets from the first element of the box (elements, both of shape (n,)), and the
+        length of every run in elements.
+    """
+    length = 1
+    axes = [axis for axis in range(len(shape)) if shape[axis] != 1]
+    while axes and source_strides[axes[-1]] == length == target_strides[axes[-1]]:
+        length *= shape[axes.pop()]
+    source, target = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for axis in axes:
+        steps = np.arange(shape[axis], dtype=np.int64)
+        source = (source[:, None] + steps * source_strides[axis]).reshape(-1)
+        target = (target[:, None] + steps * target_strides[axis]).reshape(-1)
+    return source, target, length

@@ -19,7 +19,8 @@ from ckptlib import rng, streams
 from ckptlib.coordination import Group
 from ckptlib.errors import StateError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
-from ckptlib.reader import LoadReport, PreparedLoad, Strict, load_together, prepare_load
+from ckptlib.load_options import LoadOptions
+from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
 from ckptlib.resume import RERUN_KEY, StoredExtras, is_bookkeeping
 from ckptlib.source import Source, open_source
 from ckptlib.stored_rng import StoredStreams, stored_streams
@@ -60,15 +61,14 @@ class RestoreRequest:
     Attributes:
         choice: the checkpoint and the save in it.
         contents: parts of the state, plus ``rng``; None: everything.
-        strict, verify: as for `ckptlib.load`.
+        options: how it is loaded.
         group: the ranks that restore together.
         topology: of this job; an RNG state or rerun state of another one means another place.
     """
 
     choice: ResumeChoice
     contents: Collection[str] | None
-    strict: Strict
-    verify: str | None
+    options: LoadOptions
     group: Group
     topology: Topology | None
     rng_tracker: rng.RngTracker | None
@@ -112,11 +112,11 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
         def ignore(key: str) -> bool:
             return is_bookkeeping(key) or key in left_out or key.startswith(below_left_out)
 
-        prepared = prepare_load(wanted, source, ignore)
+        prepared = prepare_load(wanted, source, request.options, ignore)
         extras = _read_extras(request, source)
         return prepared
 
-    report = load_together(request.group, prepare, request.strict, request.verify)
+    report = load_together(request.group, prepare)
     assert extras is not None  # else `load_together` has raised
     if extras.rng is not None:
         _restore_rng(request, *extras.rng, report.url)

@@ -5,8 +5,10 @@ The same for our own saves and for what Megatron or torch wrote: readers see an 
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,12 +50,21 @@ class Source:
         """The pinned save; None for a foreign checkpoint."""
         return None if self.manifest is None else self.manifest.begin.save_id
 
+    def has_object(self, key: str) -> bool:
+        """Whether an object or a plain value is stored under this name.
+
+        Megatron-Core keeps plain values in one nested common state; there a dotted path names what lies at its end.
+        """
+        return self.index.has_object(key) or _at(self._common_values, key) is not _ABSENT
+
     def read_object(self, key: str) -> Any:
         """A stored object, unpickled as plain data (R5). `KeyError` when it is absent.
 
         Raises:
             IntegrityError: damaged, or it names anything but plain data.
         """
+        if not self.index.has_object(key) and (value := _at(self._common_values, key)) is not _ABSENT:
+            return copy.deepcopy(value)
         item = self.index.object(key)
         where = f"{self.url}/{item.location.file} ({key})"
         value = load_object(self.read_object_bytes(key), where)
@@ -78,6 +89,10 @@ class Source:
             raise IntegrityError(f"{self.url}/{location.file} ({key}): damaged: its CRC-32 is not the recorded one")
         return bytes(data)
 
+    @functools.cached_property
+    def _common_values(self) -> Mapping[str, Any]:
+        return self.read_common() if self.manifest is None and self.format == "torch_dist" else {}
+
     def read_common(self) -> dict[str, Any]:
         """The plain values, as a nested dict.
 
@@ -97,16 +112,25 @@ class Source:
             raise IntegrityError(f"{where}: the common state is a {type(value).__name__}, expected a dict")
         return value
 
-    def locate(self, item: ChunkItem) -> Location:
-        """Where a chunk's payload lies, read from its container where that is not recorded.
+    def locate(self, items: Sequence[ChunkItem]) -> tuple[list[Location | None], list[int]]:
+        """Where the payloads of chunks lie, read from their containers: for chunks whose index does not say it.
+
+        Returns:
+            The locations, and the positions of chunks without one: their elements do not lie in order (`read_chunk`).
 
         Raises:
-            RecordError: the container holds another tensor than the index says.
-            UnsupportedError: its elements do not lie in order; see `read_chunk`.
+            RecordError: a container holds another tensor than the index says.
         """
-        if item.location.payload_offset != UNKNOWN:
-            return item.location
-        return torch_dist.locate_payload(self.storage, self.path, item)
+        try:
+            return [*torch_dist.locate_payloads(self.storage, self.path, items)], []
+        except UnsupportedError:
+            found: list[Location | None] = []
+            for item in items:
+                try:
+                    found.append(torch_dist.locate_payload(self.storage, self.path, item))
+                except UnsupportedError:
+                    found.append(None)
+            return found, [i for i, location in enumerate(found) if location is None]
 
     def read_chunk(self, item: ChunkItem) -> torch.Tensor:
         """One whole chunk through its container, however its elements lie."""
@@ -124,6 +148,20 @@ class Source:
         """See `ckptlib.optim.StoredState`."""
         start = prefix + "."
         return [key.removeprefix(start) for key in self.index.object_keys_below(start)]
+
+
+_ABSENT = object()
+
+
+def _at(node: Any, key: str) -> Any:
+    """What a dotted path leads to in nested dicts and lists, whose names may have dots of their own."""
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        if key == str(name):
+            return value
+        if key.startswith(f"{name}.") and (found := _at(value, key[len(str(name)) + 1 :])) is not _ABSENT:
+            return found
+    return _ABSENT
 
 
 def open_source(

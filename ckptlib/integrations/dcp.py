@@ -45,9 +45,10 @@ from ckptlib.errors import (
     StateError,
     UnsupportedError,
 )
-from ckptlib.fetch import Fetch, fetch_all
+from ckptlib.fetch import Target, fetch_all
 from ckptlib.manifest import Begin, RankRecord
 from ckptlib.plan import values_digest
+from ckptlib.read_plan import plan_boxes
 from ckptlib.safe_pickle import load_metadata, load_object
 from ckptlib.sharding import Box
 from ckptlib.source import Source, open_source
@@ -288,8 +289,11 @@ class CkptReader(StorageReader):
         wanted = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in wanted]
         landings = [self._landing(source, item, target) for item, target in zip(wanted, targets, strict=True)]
+        keys = [item.storage_index.fqn for item in wanted]
         finder = _ChunkFinder(source)
-        fetch_all(source, [finder.fetch(item, landing) for item, landing in zip(wanted, landings, strict=True)])
+        boxes = [Box(tuple(item.storage_offsets), tuple(item.lengths)) for item in wanted]
+        reads = plan_boxes(source.index, keys, [finder.row(item) for item in wanted], boxes)
+        fetch_all(source, reads, [Target(key, it, it.dtype) for key, it in zip(keys, landings, strict=True)])
         for item, target, landing in zip(wanted, targets, landings, strict=True):
             if landing is not target:
                 target.copy_(landing)
@@ -324,15 +328,14 @@ class _ChunkFinder:
         self._source = source
         self._rows: dict[str, dict[tuple[int, ...], int]] = {}
 
-    def fetch(self, item: ReadItem, target: torch.Tensor) -> Fetch:
-        key = item.storage_index.fqn
-        chunks = self._source.index.chunks(key)
+    def row(self, item: ReadItem) -> int:
+        """Row of the chunk in the tensor's `Chunks`."""
+        key, offset = item.storage_index.fqn, item.storage_index.offset
         if key not in self._rows:
-            self._rows[key] = {tuple(offset): row for row, offset in enumerate(chunks.offsets.tolist())}
-        offset = item.storage_index.offset
-        row = self._rows[key][tuple(offset) if offset is not None else (0,) * chunks.offsets.shape[1]]
-        stored = self._source.index.chunk_item(self._source.index.tensor(key), chunks, row)
-        return Fetch(stored, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
+            offsets = self._source.index.chunks(key).offsets.tolist()
+            self._rows[key] = {tuple(offset): row for row, offset in enumerate(offsets)}
+        rows = self._rows[key]
+        return rows[tuple(offset)] if offset is not None else rows[(0,) * len(next(iter(rows)))]
 
 
 def _leaf(item: WriteItem, planner: SavePlanner) -> TensorLeaf:

@@ -142,33 +142,49 @@ def test_a_stateful_object_that_refuses_its_state_is_told_with_what_had_changed(
     assert {*caught.value.changed} == {"model.w", "model.b"}
 
 
-def test_a_damaged_tensor_is_named_with_what_had_changed(url: str) -> None:
-    (name,) = (name for name in os.listdir(url) if name.endswith(".distcp"))
-    data = bytearray(Path(url, name).read_bytes())
-    at = data.index(torch.ones(2).numpy().tobytes())
-    data[at] ^= 0x10
-    Path(url, name).write_bytes(data)
+def test_a_damaged_tensor_is_named_with_what_had_changed(free: str) -> None:
+    """Of a size that the index does not repeat."""
+    ckptlib.save({"model": {"w": torch.arange(6.0), "b": torch.ones(32)}}, free, iteration=5)
+    name = _damage(free, torch.ones(32).numpy().tobytes())
+    state = {"model": {"w": torch.zeros(6), "b": torch.zeros(32)}}
     with pytest.raises(LoadIncompleteError, match=rf"'model\.b': damaged in .*{re.escape(name)}") as caught:
-        ckptlib.load(target(), url)
+        ckptlib.load(state, free)
     assert caught.value.exit_code == 20
     assert "model.b" in caught.value.changed
-    state = target()
+    state = {"model": {"w": torch.zeros(6), "b": torch.zeros(32)}}
     with pytest.raises(IntegrityError, match="verification failed, nothing was loaded"):
-        ckptlib.load(state, url, verify="data")
-    assert_same(state, target())
+        ckptlib.load(state, free, verify="data")
+    assert_same(state, {"model": {"w": torch.zeros(6), "b": torch.zeros(32)}})
 
 
-def test_a_damaged_object_is_named_before_anything_changes(url: str) -> None:
-    (name,) = (name for name in os.listdir(url) if name.endswith(".distcp"))
-    data = bytearray(Path(url, name).read_bytes())
-    index = commit.read_index(*_manifest(url))
-    location = index.object("step").location
-    data[location.offset + location.length // 2] ^= 0xFF
-    Path(url, name).write_bytes(data)
+def test_a_damaged_object_is_named_before_anything_changes(free: str) -> None:
+    """A rank's own: the index does not repeat it."""
+    cells = ShardedObject("cells", "a rank's own", (1,), (0,))
+    ckptlib.save({"w": torch.ones(32), "cells": cells}, free, iteration=5)
+    name = _damage(free, b"a rank's own")
+    state = {"w": torch.zeros(32), "cells": ShardedObject("cells", None, (1,), (0,))}
+    with pytest.raises(IntegrityError, match=rf"{re.escape(name)}.*cells"):
+        ckptlib.load(state, free)
+    assert state["cells"].data is None
+    assert state["w"].sum() == 0
+
+
+def test_small_values_come_with_the_index_whatever_became_of_the_data(url: str) -> None:
+    """P09: scalars and small values stand in the index, which has a digest of its own."""
+    _damage(url, torch.ones(2).numpy().tobytes())
     state = target()
-    with pytest.raises(IntegrityError, match=rf"{re.escape(name)}.*step"):
-        ckptlib.load(state, url)
-    assert_same(state, target())
+    assert ckptlib.load(state, url).bytes_read == 32
+    assert_same(state, saved_state())
+    assert not ckptlib.verify(url).ok
+
+
+def _damage(url: str, payload: bytes) -> str:
+    """Flips a bit of the first place where these bytes are; the name of the data file."""
+    (path,) = Path(url).glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[data.index(payload)] ^= 0x10
+    path.write_bytes(data)
+    return path.name
 
 
 def _manifest(url: str) -> tuple[Any, str, Any]:

@@ -176,7 +176,7 @@ def test_a_run_does_not_resume_from_a_hostile_checkpoint(root: Path, marker: Pat
 
 def test_a_hostile_file_in_one_of_our_saves_is_damage_before_it_is_a_pickle(root: Path, marker: Path) -> None:
     path = root / "iter_0000001"
-    ckptlib.save({"w": torch.ones(2), "x": {"y": 1}}, str(path), iteration=1)
+    ckptlib.save({"w": torch.ones(32), "x": {"y": 1}}, str(path), iteration=1)
     evil = {"metadata": pickle.dumps(Evil(marker)), "common.pt": contained({"x": Evil(marker)})}
     save_id = next(p.name for p in (path / ".ckpt").iterdir())
     for name in (".metadata", "common.pt", f".ckpt/{save_id}/metadata", f".ckpt/{save_id}/common.pt"):
@@ -191,7 +191,7 @@ def test_a_hostile_file_in_one_of_our_saves_is_damage_before_it_is_a_pickle(root
     data.write_bytes(contained(Evil(marker)).ljust(data.stat().st_size, b"\0"))
     assert verify(str(path)).files[data.name] == "digest"
     with pytest.raises(CkptError):
-        ckptlib.load({"w": torch.zeros(2), "x": {"y": 0}}, str(path))
+        ckptlib.load({"w": torch.zeros(32), "x": {"y": 0}}, str(path))
     assert not marker.exists()
 
 

@@ -66,4 +66,4 @@ def crash_at(target: Any, name: str, *, call: int = 1, before: bool = True) -> I
 
 def small_state(fill: float = 0.0) -> dict[str, Any]:
     """A state that is saved in a moment."""
-    return {"model": {"w": torch.full((4,), fill), "b": torch.full((2, 3), -fill)}}
+    return {"model": {"w": torch.full((32,), fill), "b": torch.full((2, 3), -fill)}}
