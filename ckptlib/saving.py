@@ -125,10 +125,10 @@ def run_save(
     answers = agree(group, "plan", offer) or []
     assert prepared is not None  # else `agree` has raised
     request, local = prepared
-    opened = hand_out(group, "begin", lambda: _begin(request, answers, plans, group.world_size))
+    opened = hand_out(group, "begin", lambda: _open(request, answers, plans, group.world_size))
     if opened is None:
         answers = agree(group, "structure", lambda: (Offer(local), _place(request))) or []
-        opened = hand_out(group, "begin again", lambda: _begin(request, answers, plans, group.world_size))
+        opened = hand_out(group, "begin again", lambda: _open(request, answers, plans, group.world_size))
     assert opened is not None  # whole structures settle a plan
     begin, new_share = opened
     share = new_share or plans.share(local, begin.plan_digest)
@@ -176,7 +176,7 @@ def _place(request: SaveRequest) -> tuple[str, int]:
     return request.storage.url(request.path), request.begin.iteration
 
 
-def _begin(
+def _open(
     request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int
 ) -> list[tuple[Begin, Share | None] | None]:
     """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
@@ -190,6 +190,11 @@ def _begin(
     if settled is None:
         return [None] * world_size
     plan, is_known = settled
+    begin = _begin(request, plan.digest, world_size)
+    return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
+
+
+def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
     saves = commit.list_saves(request.storage, request.path)
     for save in saves:
         if save.tombstoned:
@@ -210,7 +215,7 @@ def _begin(
         request.begin,
         save_id=commit.new_save_id(request.begin.attempt, after=[save.save_id for save in saves]),
         world_size=world_size,
-        plan_digest=plan.digest,
+        plan_digest=plan_digest,
         replaces=tuple(save.save_id for save in mine),
         created_at=time.time(),
     )
@@ -223,7 +228,7 @@ def _begin(
         )
         _abort(request, begin, error)
         raise error
-    return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
+    return begin
 
 
 def _refuse_to_be_older(request: SaveRequest, saves: Sequence[commit.SaveState]) -> None:

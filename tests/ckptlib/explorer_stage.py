@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import pickle
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,15 @@ COLLAPSED = {
 """Functions that leave nothing in their process but what they return or raise, and whose `repr` tells it all."""
 
 
+def _message(value: Any) -> bytes:
+    """Bytes that tell what a value is, and not which of its parts happen to be one object: replays make new ones."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out)
+    pickler.fast = True
+    pickler.dump(value)
+    return out.getvalue()
+
+
 class ModelGroup:
     """`ckptlib.coordination.Group` over messages that are steps.
 
@@ -69,7 +79,7 @@ class ModelGroup:
     def gather(self, name: str, value: Any) -> list[Any] | None:
         """One step."""
         if self.rank != 0:
-            self._perform(Step("report", self._path(name, self.rank), pickle.dumps(value)))
+            self._perform(Step("report", self._path(name, self.rank), _message(value)))
             return None
         others = tuple(self._path(name, rank) for rank in range(1, self.world_size))
         answer = self._perform(Step("gather", others[0], others))
@@ -80,9 +90,13 @@ class ModelGroup:
     def broadcast(self, name: str, value: Any = None) -> Any:
         """One step."""
         if self.rank == 0:
-            self._perform(Step("send", self._path(name, 0), pickle.dumps(value)))
+            self._perform(Step("send", self._path(name, 0), _message(value)))
             return value
         return pickle.loads(self._perform(Step("receive", self._path(name, 0))))
+
+    def scatter(self, name: str, values: Sequence[Any] | None = None) -> Any:
+        """One step: what a rank is sent may lie beside what the others are."""
+        return self.broadcast(name, values)[self.rank]
 
     def _path(self, name: str, rank: int) -> str:
         return f"{MESSAGE}{self._job}/{self._round}/{name}/{rank}"
