@@ -50,7 +50,7 @@ class Target:
 
 @dataclass
 class Traffic:
-    """Payload bytes and contiguous ranges that were read."""
+    """Payload bytes that were read, with the index those that it repeats, and contiguous ranges of files."""
 
     bytes: int = 0
     requests: int = 0

@@ -17,7 +17,7 @@ from ckptlib.load_options import MAIN_PARAMS, LoadOptions, Renames, check_cast, 
 from ckptlib.read_plan import ReadPlan, Requests, plan_reads
 from ckptlib.sharding import Box
 from ckptlib.source import Source
-from ckptlib.state import FlatState, TensorLeaf, dtype_of, flatten
+from ckptlib.state import Finisher, FlatState, TensorLeaf, dtype_of, flatten
 
 _OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer(?:\.|$)")
 
@@ -57,12 +57,20 @@ def wants(state: dict[str, Any], source: Source, options: LoadOptions) -> Wanted
     flat.tensors = [leaf for leaf in flat.tensors if options.chosen(leaf.key)]
     flat.objects = [leaf for leaf in flat.objects if options.chosen(leaf.key)]
     flat.values = [leaf for leaf in flat.values if options.chosen(leaf.key)]
+    kept = {id(leaf) for leaf in leaves_of(flat)}
+    flat.finishers = [finish for finish in flat.finishers if _is_loaded(finish, kept)]
     replaced = _ask_for_main_params(source, flat) if options.load_main_params else frozenset()
     requested = {leaf.key for leaf in flat.tensors} | flat.object_keys() | replaced
     idle = options.unmatched((*source.index.keys, *source.index.object_keys), requested)
     idle += [f"rename: the state has no key {entry!r}" for entry in renames.entries if entry not in renames.used]
     _check_optimizer(source, flat)
     return Wanted(flat, names, tuple(idle), replaced)
+
+
+def _is_loaded(finish: Finisher | Callable[[], None], kept: set[int]) -> bool:
+    """Whether anything of a part is loaded: a part of which nothing is chosen is left alone."""
+    leaves = finish.leaves if isinstance(finish, Finisher) else ()
+    return not leaves or any(id(leaf) in kept for leaf in leaves)
 
 
 class _Stored:

@@ -33,6 +33,7 @@ def load(
     keys: Collection[str] | None = None,
     rename: Rename | None = None,
     cast: bool | Collection[str] = False,
+    load_main_params: bool = False,
     load_parallelism: LoadParallelism | None = None,
     process_group: ProcessGroup | None = None,
     save_id: str | None = None,
@@ -53,6 +54,8 @@ def load(
         rename: state key -> stored key: a mapping of keys, or of what stands before a dot in them; or a function.
         cast: convert values to the state's dtypes: True, or patterns of stored keys. Otherwise another dtype is an
             error; a conversion that loses fractions, imaginary parts or high bits of integers always is.
+        load_main_params: weights come from the fp32 main parameters of the stored optimizer, where it has any; only
+            without the optimizer itself.
         load_parallelism: ``"dp"``: what several ranks need is read by one of them and sent to the others.
         process_group: whose ranks do that, with collectives on it; None: the default group.
         save_id: which save of the directory; None: the newest committed.
@@ -71,6 +74,7 @@ def load(
         keys=keys,
         rename=rename,
         cast=cast,
+        load_main_params=load_main_params,
         load_parallelism=load_parallelism,
         process_group=process_group,
     )

@@ -98,6 +98,17 @@ class ValueLeaf:
     of_rank: bool = False
 
 
+@dataclass(frozen=True)
+class Finisher:
+    """Gives a part of the state what was loaded of it. `leaves`: all that is below the part."""
+
+    run: Callable[[], None]
+    leaves: tuple[TensorLeaf | ObjectLeaf | ValueLeaf, ...]
+
+    def __call__(self) -> None:
+        self.run()
+
+
 @dataclass
 class FlatState:
     """The leaves of one rank's state.
@@ -110,7 +121,7 @@ class FlatState:
     tensors: list[TensorLeaf] = field(default_factory=list)
     objects: list[ObjectLeaf] = field(default_factory=list)
     values: list[ValueLeaf] = field(default_factory=list)
-    finishers: list[Callable[[], None]] = field(default_factory=list)
+    finishers: list[Finisher | Callable[[], None]] = field(default_factory=list)
     lists: dict[Path, int] = field(default_factory=dict)
 
     def object_keys(self) -> set[str]:
@@ -181,6 +192,17 @@ class _Walker:
         return self._flat
 
     def _walk(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
+        flat = self._flat
+        tensors, objects, values = len(flat.tensors), len(flat.objects), len(flat.values)
+        first = len(flat.finishers)
+        self._visit(path, value, assign)
+        for i in range(first, len(flat.finishers)):
+            finish = flat.finishers[i]
+            if not isinstance(finish, Finisher):  # not of something deeper inside
+                below: list[TensorLeaf | ObjectLeaf | ValueLeaf] = [*flat.tensors[tensors:], *flat.objects[objects:]]
+                flat.finishers[i] = Finisher(finish, (*below, *flat.values[values:]))
+
+    def _visit(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
         match value:
             case LocalNonpersistentObject():
                 return

@@ -98,6 +98,26 @@ def test_an_optimizer_that_is_not_chosen_keeps_its_state(tmp_path: Path) -> None
     assert fresh["optimizer"].param_groups[0]["lr"] == 0.5
 
 
+class Watched:
+    """A part with a state of its own."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken.append(state_dict)
+
+
+def test_a_part_of_which_nothing_is_chosen_is_not_touched(tmp_path: Path) -> None:
+    state = {"model": torch.ones(2), "loader": Watched(), "sampler": Watched()}
+    ckptlib.save(state, str(tmp_path / "it"), iteration=1)
+    ckptlib.load(state, str(tmp_path / "it"), keys=["model", "sampler.*"])
+    assert (state["loader"].taken, state["sampler"].taken) == ([], [{"count": 1}])
+
+
 # --- rename -----------------------------------------------------------------------------------------------------------
 
 
