@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ckptlib import storage as st
-from ckptlib.checkpointer import numbers_of
 from ckptlib.coordination import new_group
 from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
+from ckptlib.progress import numbers_of
 from ckptlib.restoring import parts_of
 from ckptlib.saving import SaveRequest, SaveResult, run_save
 from ckptlib.state import content_names, flatten

@@ -6,20 +6,20 @@ settled, and only then may `restore` choose a resume point.
 
 from __future__ import annotations
 
-import functools
-import logging
-import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import commit, resume, rng, roots
+from ckptlib import resume, rng, roots
 from ckptlib import storage as st
+from ckptlib.announcing import Announcer
 from ckptlib.coordination import Group, agree, lead, new_group
-from ckptlib.errors import CkptError, ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
-from ckptlib.events import AttemptEvent, CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
-from ckptlib.load_options import LoadOptions, Strict
-from ckptlib.manifest import Begin, Decision, Kind
+from ckptlib.errors import ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
+from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
+from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
+from ckptlib.manifest import Begin, Kind
 from ckptlib.planning import PlanCache
+from ckptlib.progress import check_names, numbers_of, observe, with_args
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
 from ckptlib.saving import SaveRequest, SaveResult, run_save
@@ -27,7 +27,8 @@ from ckptlib.sharding import ShardedObject
 from ckptlib.state import content_names, flatten
 from ckptlib.topology import Topology
 
-log = logging.getLogger("ckptlib")
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 TrackerMode = Literal["committed", "verified"]
 
@@ -101,17 +102,19 @@ class Checkpointer:
         self._storage, self._root = st.resolve(root, storage_options, single_writer=single_writer)
         self._storage_options = storage_options
         self._resolver = resolver
-        self._listeners = tuple(listeners) if self._group.rank == 0 else ()
+        self._announcer = Announcer(
+            self._storage,
+            self._root,
+            listeners if self._group.rank == 0 else (),
+            moves_tracker=tracker == "committed",
+        )
         self._save_interval = save_interval
         self._contents = contents
-        self._tracker = tracker
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
         self._every_rng_state = data_parallel_random_init
         self._on_event = on_event
         self._parent: str | None = None
-        self._newest_saved: dict[str, int] = {}
         self._plans = PlanCache()
-        self._announced = False
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
             raise ExclusiveCreateError(
@@ -120,9 +123,9 @@ class Checkpointer:
             )
         self._group.next_round()
         settled: list[CommitEvent] = []
-        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, settled))
+        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, tracker, settled))
         for event in settled:
-            self._tell(functools.partial(_tell_of_commit, event))
+            self._announcer.tell_of_commit(event)
 
     @property
     def attempt(self) -> int:
@@ -145,6 +148,16 @@ class Checkpointer:
         contents: Collection[str] | None = None,
         strict: Strict = "error",
         verify: str | None = None,
+        allow_changed: Collection[str] = (),
+        finetune: bool = False,
+        args: Any = None,
+        keys: Collection[str] | None = None,
+        rename: Rename | None = None,
+        cast: bool | Collection[str] = False,
+        load_main_params: bool = False,
+        load_parallelism: LoadParallelism | None = None,
+        process_group: ProcessGroup | None = None,
+        check_coverage: bool = True,
     ) -> Restored:
         """Fills `state` from the resume point. Collective.
 
@@ -153,15 +166,37 @@ class Checkpointer:
                 Candidates that are not eligible always raise: never silently random weights.
             at: exactly this iteration (R6).
             contents: parts of `state` to restore, plus ``rng``; None: everything.
-            strict, verify: as for `ckptlib.load`.
+            strict, verify, keys, rename, cast, load_main_params, load_parallelism, process_group: as for
+                `ckptlib.load`.
+            finetune: weights only, for a training of its own: iteration 0, no optimizer, RNG or progress. A part that
+                is left out, also by `contents`, and has ``reload_model_params()`` (Megatron-Core's optimizers) then
+                makes its fp32 main parameters from the weights.
+            args: this job's arguments: layers, hidden size, heads and vocabulary are compared with the recorded ones
+                before anything is read.
+            allow_changed: numbers that may differ from those recorded after the load, because they were changed on
+                purpose: ``lr``, ``scheduler_step``, ``consumed_samples``; told with a notice.
 
         Raises:
             NoResumePointError: nothing to resume from.
+            ArgsMismatchError: the checkpoint is of another architecture.
+            ProgressError: the restored state is not where the checkpoint was; the state has been filled.
             CkptError: as `ckptlib.load`.
         """
         self._check_open()
         if missing not in ("error", "start"):
             raise StateError(f"missing={missing!r}: expected 'error' or 'start'")
+        check_names(allow_changed)
+        options = LoadOptions(
+            strict=strict,
+            verify=verify,
+            keys=keys,
+            rename=rename,
+            cast=cast,
+            load_main_params=load_main_params,
+            load_parallelism=load_parallelism,
+            process_group=process_group,
+            check_coverage=check_coverage,
+        )
         self._group.next_round()
         chosen = lead(self._group, "resume", lambda: self._choose(at))
         if chosen is None:
@@ -178,7 +213,10 @@ class Checkpointer:
             RestoreRequest(
                 choice=choice,
                 contents=contents,
-                options=LoadOptions(strict=strict, verify=verify or check),
+                options=replace(options, verify=verify or check),
+                finetune=finetune,
+                args=args,
+                allow_changed=allow_changed,
                 group=self._group,
                 topology=self.topology,
                 rng_tracker=self._rng_tracker,
@@ -234,7 +272,8 @@ class Checkpointer:
 
         Args:
             state: parts by name; see `ckptlib.save`.
-            progress: numbers that a resume needs: ``consumed_samples``, ``lr``, ``flops``, ...
+            progress: numbers that a resume needs: ``consumed_samples``, ``lr``, ``flops``, ... What is not given is
+                taken from the state (`ckptlib.progress.observe`): lr, scheduler step, consumed samples.
             metrics: numbers that a person or a retention policy wants; may be NaN.
             args: plain arguments, recorded with the checkpoint.
             rerun_state: this rank's rerun state; dropped on a resume with another topology.
@@ -259,7 +298,8 @@ class Checkpointer:
                 )
             names = content_names(tree)
             rank, world_size = self._group.rank, self._group.world_size
-            numbers = numbers_of("progress", progress or {})
+            numbers = with_args(numbers_of("progress", progress or {}), args)
+            observed = observe(tree)
             tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}
             if "flops" in numbers:
                 tree["num_floating_point_operations_so_far"] = numbers["flops"]
@@ -284,7 +324,8 @@ class Checkpointer:
                 kind=kind,
                 topology=self.topology,
                 contents=tuple(sorted(names)),
-                progress=numbers,
+                progress=observed | numbers,
+                observed=observed,
                 metrics=numbers_of("metrics", metrics or {}),
                 parent=self._parent,
             )
@@ -299,7 +340,8 @@ class Checkpointer:
 
         result, decision, begin = run_save(self._group, prepare, self._plans)
         if self._group.rank == 0:
-            self._after_commit(roots.iteration_path(self._root, begin.iteration, begin.kind), begin, decision)
+            path = roots.iteration_path(self._root, begin.iteration, begin.kind)
+            self._announcer.committed(self._identity, self._attempt, path, begin, decision)
         self._parent = begin.save_id
         return result
 
@@ -314,7 +356,7 @@ class Checkpointer:
 
     def drain(self, timeout: float = 30.0) -> None:
         """Hands what listeners still hold to where it belongs, within `timeout` seconds."""
-        self._tell(lambda listener: listener.close(timeout))
+        self._announcer.drain(timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Ends this attempt's use of the checkpointer; safe to call twice."""
@@ -330,115 +372,25 @@ class Checkpointer:
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
-    def _open(self, settle_wait: float, committed: list[CommitEvent]) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
+    def _open(
+        self, settle_wait: float, tracker: TrackerMode, committed: list[CommitEvent]
+    ) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
-        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, self._tracker)
+        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, tracker)
         for settled in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
             emit(self._on_event, Notice("settled", str(settled)))
             if settled.decision is not None and settled.decision.outcome == "commit":
                 # Nobody else was left to tell of it: its own attempt is gone.
-                event = self._commit_event(identity, settled.found.path, settled.save_id, settled.decision)
+                event = self._announcer.commit_event(identity, settled.found.path, settled.save_id, settled.decision)
                 if event is not None:
                     committed.append(event)
-        if self._tracker == "committed":
+        if tracker == "committed":
             roots.write_tracker(self._storage, self._root)
         return identity, attempt
 
-    def _after_commit(self, path: str, begin: Begin, decision: Decision) -> None:
-        """W6: tracker, listeners; after reading back. None of it can fail the training."""
-        event = self._commit_event(self._identity, path, begin.save_id, decision)
-        if event is None:
-            return
-        self._announce()
-        if self._tracker == "committed":
-            try:
-                self._move_tracker(begin)
-            except OSError:
-                log.exception("%s: committed; its tracker could not be moved", self._storage.url(path))
-        self._tell(functools.partial(_tell_of_commit, event))
-
-    def _commit_event(
-        self, identity: roots.RootIdentity, path: str, save_id: str, decision: Decision
-    ) -> CommitEvent | None:
-        """What listeners are told of a commit, read back from storage; None when that fails."""
-        try:
-            manifest = commit.read_manifest(self._storage, path, commit.read_save(self._storage, path, save_id))
-        except (OSError, CkptError):
-            log.exception("%s: committed; reading it back failed", self._storage.url(path))
-            return None
-        return CommitEvent(
-            url=self._storage.url(path),
-            root_url=self.root,
-            root_id=identity.root_id,
-            manifest=manifest,
-            manifest_sha256=decision.manifest_sha256 or "",
-            decision=decision,
-        )
-
-    def _move_tracker(self, begin: Begin) -> None:
-        """Forward within this attempt only; a release or an earlier iteration leaves it."""
-        if begin.kind not in roots.TRACKED_KINDS or begin.iteration < self._newest_saved.get(begin.kind, -1):
-            return
-        self._newest_saved[begin.kind] = begin.iteration
-        if not self._fenced(self.attempt):
-            roots.put_tracker(self._storage, self._root, begin.iteration, begin.kind)
-            if self._fenced(self.attempt):  # overtaken meanwhile: a newer attempt's tracker may be lost under ours
-                roots.write_tracker(self._storage, self._root)
-
-    def _fenced(self, attempt: int) -> bool:
-        return roots.newest_attempt(self._storage, self._root) > attempt
-
     def _announce(self) -> None:
-        """Tells listeners of this attempt once, when it is known what it resumed from."""
-        if self._announced:
-            return
-        self._announced = True
-        event = AttemptEvent(
-            run=self.run,
-            root_url=self.root,
-            root_id=self._identity.root_id,
-            attempt=self.attempt,
-            attempt_id=self._attempt.attempt_id,
-            topology=self.topology,
-            resumed_from=self._parent,
-            host=self._attempt.host,
-            pid=self._attempt.pid,
-            started_at=self._attempt.started_at,
-        )
-        self._tell(lambda listener: listener.attempt_started(event))
-
-    def _tell(self, what: Callable[[CommitListener], None]) -> None:
-        """A listener that breaks its promise never to raise must not fail the training (S4)."""
-        for listener in self._listeners:
-            try:
-                what(listener)
-            except Exception:
-                log.exception("listener %r failed", listener)
+        self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this Checkpointer is closed")
-
-
-def _tell_of_commit(event: CommitEvent, listener: CommitListener) -> None:
-    listener.committed(event)
-
-
-def numbers_of(what: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Checks user numbers; NaN and infinities are values.
-
-    Raises:
-        StateError: names the one that is no number.
-    """
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        try:
-            if isinstance(value, bool | str):
-                raise TypeError
-            try:
-                numbers[name] = operator.index(value)  # whole numbers stay exact
-            except TypeError:
-                numbers[name] = float(value)  # NumPy and torch scalars too
-        except (TypeError, ValueError) as error:
-            raise StateError(f"{what} {name!r}: expected a number, got {value!r}") from error
-    return numbers

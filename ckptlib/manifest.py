@@ -77,6 +77,7 @@ class Begin:
         plan_digest: SHA-256 of the write plan; records of another plan never count.
         contents: names of the parts that are saved, sorted: model, optimizer, scheduler, rng, ...
         progress: consumed samples, lr, scheduler step, FLOPs: numbers a resume needs.
+        observed: those that rank 0's state itself said; they are compared after a load (`ckptlib.progress`).
         metrics: user metrics; may hold non-finite values.
         parent: the save that this one continues: the attempt's previous save, or the one it resumed from.
         replaces: save ids in the same directory that this one supersedes when it commits.
@@ -97,6 +98,7 @@ class Begin:
     topology: Topology | None = None
     contents: tuple[str, ...] = ()
     progress: Mapping[str, float] = field(default_factory=dict)
+    observed: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     parent: str | None = None
     replaces: tuple[str, ...] = ()
@@ -125,6 +127,7 @@ class Begin:
             "topology": None if self.topology is None else self.topology.to_json(),
             "contents": list(self.contents),
             "progress": {name: records.number_to_json(x) for name, x in self.progress.items()},
+            "observed": {name: records.number_to_json(x) for name, x in self.observed.items()},
             "metrics": {name: records.number_to_json(x) for name, x in self.metrics.items()},
             "parent": self.parent,
             "replaces": list(self.replaces),
@@ -151,6 +154,7 @@ class Begin:
                 topology=None if topology is None else Topology.from_json(topology),
                 contents=tuple(value["contents"]),
                 progress={name: records.number_from_json(x) for name, x in value["progress"].items()},
+                observed={name: records.number_from_json(x) for name, x in value["observed"].items()},
                 metrics={name: records.number_from_json(x) for name, x in value["metrics"].items()},
                 parent=value["parent"],
                 replaces=tuple(value["replaces"]),

@@ -7,6 +7,8 @@ The choreography (see `coordination`)::
     all      check                                       agree: nothing has been changed (R4)
     all      fill the state                              agree
     all      put the RNG back
+
+With ``finetune`` only the weights are loaded, and a training of its own begins with them at iteration 0.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptlib import rng, streams
-from ckptlib.coordination import Group
+from ckptlib import progress, rng, streams
+from ckptlib.coordination import Group, lead
 from ckptlib.errors import StateError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
 from ckptlib.load_options import LoadOptions
 from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
+from ckptlib.recorded_args import check_args
 from ckptlib.resume import RERUN_KEY, StoredExtras, is_bookkeeping
 from ckptlib.source import Source, open_source
 from ckptlib.stored_rng import StoredStreams, stored_streams
 from ckptlib.topology import Topology
+from ckptlib.weights import check_main_params, is_training_state, refresh_main_params, weights_of
 
 BESIDE_STATE = frozenset({"rng", "args", "rerun_state"})
 """Names in `contents` that are no parts of the state."""
@@ -36,8 +40,10 @@ class Restored:
 
     Attributes:
         found: False: there was nothing, the run starts from its own initial state.
-        iteration: of the checkpoint; 0 when nothing was found.
-        progress: the numbers given to `save`: consumed samples, lr, flops, ...
+        iteration: where the training goes on: that of the checkpoint; 0 when nothing was found, or only its weights
+            were wanted.
+        source_iteration: of the checkpoint; None when nothing was found.
+        progress: the numbers given to `save`: consumed samples, lr, flops, ...; none with ``finetune``.
         args: the arguments that were saved, or None.
         rerun_state: the rerun state machine's state; None when none was saved or the topology changed.
         reason: why this checkpoint.
@@ -45,6 +51,7 @@ class Restored:
 
     found: bool
     iteration: int = 0
+    source_iteration: int | None = None
     url: str | None = None
     save_id: str | None = None
     progress: Mapping[str, float] = field(default_factory=dict)
@@ -64,6 +71,9 @@ class RestoreRequest:
         options: how it is loaded.
         group: the ranks that restore together.
         topology: of this job; an RNG state or rerun state of another one means another place.
+        allow_changed: names of observed numbers that may differ after the load.
+        finetune: weights only.
+        args: of this job, to be compared with those of the checkpoint; None: they are not.
     """
 
     choice: ResumeChoice
@@ -74,18 +84,40 @@ class RestoreRequest:
     rng_tracker: rng.RngTracker | None
     on_event: NoticeHandler | None
     storage_options: Mapping[str, Any] | None
+    allow_changed: Collection[str] = ()
+    finetune: bool = False
+    args: Any = None
 
     @property
     def with_rng(self) -> bool:
         """Whether the RNG is restored too."""
-        return self.contents is None or "rng" in self.contents
+        return not self.finetune and (self.contents is None or "rng" in self.contents)
+
+    def wanted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of a state that are restored.
+
+        Raises:
+            StateError: there are none such, or they contradict the other wishes.
+        """
+        parts = parts_of(state, self.contents)
+        if self.finetune:
+            parts = weights_of(parts, named=self.contents is not None)
+        if self.options.load_main_params:
+            check_main_params(parts)
+        return parts
 
 
 @dataclass(frozen=True)
 class _Extras:
-    """What a checkpoint holds for one rank beside the state. `rng`: found, and proven to work."""
+    """What a checkpoint holds for one rank beside the state.
+
+    Attributes:
+        observed: what rank 0's state said at the save.
+        rng: found, and proven to work.
+    """
 
     progress: Mapping[str, float]
+    observed: Mapping[str, float]
     args: Any
     rng: tuple[StoredStreams, rng.PreparedRng] | None
     rerun_state: Any
@@ -98,18 +130,24 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
     Raises:
         CkptError: as `ckptlib.load`.
     """
-    contents, choice = request.contents, request.choice
+    choice = request.choice
     extras: _Extras | None = None
+    wanted: dict[str, Any] = {}
 
     def prepare() -> PreparedLoad:
-        nonlocal extras
-        wanted = parts_of(state, contents)
+        nonlocal extras, wanted
+        wanted = request.wanted(state)
         source = open_source(choice.url, save_id=choice.save_id, storage_options=request.storage_options)
+        if request.args is not None:
+            check_args(StoredExtras(source).value("args"), request.args, source.url)
         stored_parts = () if source.manifest is None else source.manifest.begin.contents
-        left_out = {*state, *stored_parts} - {*wanted} if contents is not None else set()
+        is_partial = request.finetune or request.contents is not None
+        left_out = {*state, *stored_parts} - {*wanted} if is_partial else set()
         below_left_out = tuple(f"{name}." for name in left_out)
 
         def ignore(key: str) -> bool:
+            if request.finetune and is_training_state(key):
+                return True
             return is_bookkeeping(key) or key in left_out or key.startswith(below_left_out)
 
         prepared = prepare_load(wanted, source, request.options, ignore)
@@ -118,6 +156,20 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
 
     report = load_together(request.group, prepare)
     assert extras is not None  # else `load_together` has raised
+    state.update(wanted)  # a part that is a plain value is another one now
+    refresh_main_params(state, wanted)
+    if request.finetune:
+        return Restored(
+            found=True,
+            source_iteration=choice.iteration,
+            url=report.url,
+            save_id=report.save_id,
+            args=extras.args,
+            reason=f"{choice.reason}; weights only",
+            report=report,
+        )
+    if request.options.keys is None:
+        _check_progress(request, state, wanted, extras.observed, report.url)
     if extras.rng is not None:
         _restore_rng(request, *extras.rng, report.url)
     elif request.with_rng:
@@ -127,6 +179,7 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
     return Restored(
         found=True,
         iteration=choice.iteration,
+        source_iteration=choice.iteration,
         url=report.url,
         save_id=report.save_id,
         progress=extras.progress,
@@ -147,11 +200,47 @@ def _read_extras(request: RestoreRequest, source: Source) -> _Extras:
     found = stored_streams(source, now, rank) if request.with_rng else None
     return _Extras(
         progress=stored.progress(),
+        observed=stored.observed(),
         args=stored.value("args"),
         rng=None if found is None else (found, rng.prepare(found.continuation, request.rng_tracker)),
         rerun_state=stored.cell(RERUN_KEY, (world_size,), (rank,)) if same else None,
         rerun_dropped=not same and stored.has_grid(RERUN_KEY),
     )
+
+
+def _check_progress(
+    request: RestoreRequest,
+    state: Mapping[str, Any],
+    restored: Mapping[str, Any],
+    recorded: Mapping[str, float],
+    url: str,
+) -> None:
+    """C38: rank 0 compares what its restored parts say with what it recorded. Other ranks may hold other parameters.
+
+    A part that was left out by `contents` may differ, and that is said: an optimizer that goes on beside a scheduler
+    that does not.
+    """
+
+    def compare() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        now = progress.observe(restored)
+        allowed = progress.check(recorded, now, url, request.allow_changed)
+        beside = progress.observe({name: part for name, part in state.items() if name not in restored}) if now else {}
+        return allowed, {
+            name: number
+            for name, number in beside.items()
+            if name not in now and progress.check(recorded, {name: number}, url, progress.OBSERVED)
+        }
+
+    allowed, left_out = lead(request.group, "progress", compare)
+    for name, (old, new) in allowed.items():
+        message = f"{url}: {name} was {old:g} at the save and is {new:g} now, as allowed"
+        emit(request.on_event, Notice("progress_changed", message, {"name": name, "recorded": old, "now": new}))
+    for name, new in left_out.items():
+        message = f"{url}: {name} was {recorded[name]:g} at the save and is {new:g}: that part was not restored"
+        emit(
+            request.on_event,
+            Notice("progress_not_restored", message, {"name": name, "recorded": recorded[name], "now": new}),
+        )
 
 
 def _restore_rng(request: RestoreRequest, stored: StoredStreams, prepared: rng.PreparedRng, url: str) -> None:

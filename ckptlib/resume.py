@@ -9,6 +9,7 @@ from ckptlib import roots
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, NoResumePointError, VersionError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
+from ckptlib.progress import observe
 from ckptlib.rng import KEY as RNG_KEY
 from ckptlib.rng import KEY_BY_RANK
 from ckptlib.sharding import ShardedObject
@@ -18,10 +19,11 @@ __all__ = ["ResumeChoice", "StoredExtras", "choice_of", "is_bookkeeping", "newes
 
 RERUN_KEY = "rerun_state_machine_state"
 
-OWN_KEYS = frozenset(
-    {"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args", "content_metadata"}
-)
+OWN_KEYS = frozenset({"iteration", "checkpoint_version", "num_floating_point_operations_so_far", "progress", "args"})
 """What a `Checkpointer` saves beside the caller's parts."""
+
+CONTENT_METADATA = "content_metadata"
+"""What Megatron-LM and our integration of it write about the form of the state; no part of it."""
 
 _OWN_PREFIXES = (
     "progress.",
@@ -36,7 +38,7 @@ _OWN_PREFIXES = (
 
 def is_bookkeeping(key: str) -> bool:
     """Whether a stored key belongs to a `Checkpointer` or to Megatron's trainer, not to a part of the state."""
-    return key in OWN_KEYS or key.startswith(_OWN_PREFIXES)
+    return key in OWN_KEYS or key == CONTENT_METADATA or key.startswith(_OWN_PREFIXES)
 
 
 def choice_of(found: roots.Found, reason: str) -> ResumeChoice:
@@ -144,6 +146,15 @@ class StoredExtras:
         args = self._common().get("args")
         consumed = getattr(args, "consumed_train_samples", None)
         return {} if consumed is None else {"consumed_samples": consumed}
+
+    def observed(self) -> Mapping[str, float]:
+        """What the state said at the save (`ckptlib.progress.observe`); Megatron-LM's says where its scheduler was.
+
+        Its consumed samples are in the arguments, and its trainer takes them from there after a load.
+        """
+        if self._source.manifest is not None:
+            return self._source.manifest.begin.observed
+        return observe({"opt_param_scheduler": self._common().get("opt_param_scheduler")})
 
     def value(self, key: str) -> Any:
         """A plain value at the top of the state."""
