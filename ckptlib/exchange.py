@@ -304,15 +304,17 @@ def _gather(table: Int64s, group: dist.ProcessGroup | None) -> list[Int64s]:
     """One table, (n, columns), from each rank, whatever their sizes."""
     device = device_of(group)
     world_size = dist.get_world_size(group)
-    shapes = torch.empty(world_size, 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(shapes, torch.tensor([table.shape], device=device), group=group)
-    counts = shapes.cpu().prod(dim=1).tolist()
+    shapes = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(shapes, torch.tensor(table.shape, device=device), group=group)
+    counts = [int(shape.prod()) for shape in shapes]
     own = torch.zeros(max(1, *counts), dtype=torch.int64, device=device)
     own[: table.size] = torch.from_numpy(np.ascontiguousarray(table).reshape(-1)).to(device)
-    everything = torch.empty(world_size, len(own), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everything, own, group=group)
-    rows = everything.cpu().numpy()
-    return [rows[i, : counts[i]].reshape(shape) for i, shape in enumerate(shapes.tolist())]
+    tables = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(tables, own, group=group)
+    return [
+        numbers[:count].cpu().numpy().reshape(shape.tolist())
+        for numbers, count, shape in zip(tables, counts, shapes, strict=True)
+    ]
 
 
 def _wishes(tables: Sequence[Int64s]) -> Wishes:
