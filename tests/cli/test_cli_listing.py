@@ -182,7 +182,7 @@ def test_show_names_every_file_with_digest_and_origin(ckpt: Ckpt, history: tuple
         file.path: file.sha256 for file in catalog.files(row.id)
     }
     assert {file["origin"] for file in shown["files"]} == {"writer"}
-    assert shown["progress"] == {"consumed_samples": 720}
+    assert shown["progress"] == {"consumed_samples": 720, "lr": 0.001}
     assert shown["contents"] == list(row.contents)
     out = ckpt("show", f"{RUN}@90").out
     for file in catalog.files(row.id):

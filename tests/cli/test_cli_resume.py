@@ -36,7 +36,7 @@ def test_the_resume_point_is_the_newest_verified_one_with_why_each_newer_is_not(
     ended = ckpt("resume", RUN, "--explain", "-o", "json")
     point = ended.json
     assert (ended.code, point["iteration"], point["url"]) == (0, 200, str(judged.directory(200)))
-    assert point["progress"] == {"consumed_samples": 1600}
+    assert point["progress"] == {"consumed_samples": 1600, "lr": 0.001}
     assert [(c["iteration"], c["chosen"], c["verdict"]) for c in point["candidates"]] == [
         (200, True, "verified"),
         (300, False, "corrupt"),
