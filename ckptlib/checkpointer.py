@@ -166,8 +166,8 @@ class Checkpointer:
                 Candidates that are not eligible always raise: never silently random weights.
             at: exactly this iteration (R6).
             contents: parts of `state` to restore, plus ``rng``; None: everything.
-            strict, verify, keys, rename, cast, load_main_params, load_parallelism, process_group: as for
-                `ckptlib.load`.
+            strict, verify, keys, rename, cast, load_main_params, load_parallelism, process_group, check_coverage: as
+                for `ckptlib.load`.
             finetune: weights only, for a training of its own: iteration 0, no optimizer, RNG or progress. A part that
                 is left out, also by `contents`, and has ``reload_model_params()`` (Megatron-Core's optimizers) then
                 makes its fp32 main parameters from the weights.
@@ -218,6 +218,7 @@ class Checkpointer:
                 args=args,
                 allow_changed=allow_changed,
                 group=self._group,
+                plans=self._plans,
                 topology=self.topology,
                 rng_tracker=self._rng_tracker,
                 on_event=self._on_event,

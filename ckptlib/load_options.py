@@ -44,6 +44,8 @@ class LoadOptions:
         load_main_params: weights come from the optimizer's fp32 main parameters (`MAIN_PARAMS`) where those are stored.
         load_parallelism: None: every rank reads what it needs.
         process_group: whose ranks share reads, with collectives on it; None: the default group.
+        check_coverage: what the ranks ask for together has to cover each tensor exactly once, by main replicas
+            (Megatron-Core's ``validate_access_integrity``). False: to load parts of what a job would.
 
     Raises:
         StateError: a value that is none of these.
@@ -57,6 +59,7 @@ class LoadOptions:
     load_main_params: bool = False
     load_parallelism: LoadParallelism | None = None
     process_group: ProcessGroup | None = None
+    check_coverage: bool = True
 
     def __post_init__(self) -> None:
         if self.strict not in ("error", "warn", "return"):

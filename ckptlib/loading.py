@@ -4,7 +4,7 @@ Everything that can be refused is refused on all ranks before a tensor is touche
 objects that do not unpickle. What can still fail then is the reading itself; the error says which tensors had changed::
 
     all      flatten the state, name it as it is stored      gather which keys are requested
-    rank 0   keys that nobody requested                      broadcast
+    rank 0   keys that nobody requested; coverage            broadcast
     all      check, plan, read the objects                   agree: nothing has been changed
     all      who reads what (`load_parallelism`)             collective on the caller's process group
     all      read into the tensors                           agree
@@ -14,6 +14,7 @@ objects that do not unpickle. What can still fail then is the reading itself; th
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,15 +26,20 @@ import numpy as np
 from ckptlib.coordination import Group, agree, lead
 from ckptlib.errors import (
     CkptError,
+    DisagreementError,
     IntegrityError,
     KeyMismatchError,
     LoadIncompleteError,
+    TilingError,
 )
 from ckptlib.exchange import Exchange, check_member
 from ckptlib.fetch import Target, Traffic, fetch_all
 from ckptlib.formats import torch_dist
 from ckptlib.load_options import LoadOptions
 from ckptlib.load_requests import Wanted, plan_leaves, target_of, wants
+from ckptlib.pieces import LocalPlan, PieceTable
+from ckptlib.plan import RankPlan
+from ckptlib.planning import Offer, PlanCache, Share
 from ckptlib.read_plan import ReadPlan
 from ckptlib.source import Source
 from ckptlib.state import ObjectLeaf, TensorLeaf, ValueLeaf
@@ -74,10 +80,12 @@ class Request(NamedTuple):
     Attributes:
         keys: one bit per stored key: whether it is requested.
         idle: entries of the options that fit no key here; an error when they fit none anywhere.
+        offer: the boxes that are requested, or digests of checks that found them right.
     """
 
     keys: bytes
     idle: tuple[str, ...]
+    offer: Offer
 
 
 @dataclass
@@ -100,10 +108,16 @@ class PreparedLoad:
     objects: Mapping[str, Any] = field(default_factory=dict)
     changed: dict[str, None] = field(default_factory=dict)
 
-    def request(self) -> Request:
+    def request(self, plans: PlanCache) -> Request:
         """What this rank asks for."""
         keys = self.wanted.keys()
-        return Request(np.packbits([key in keys for key in self._stored_keys()]).tobytes(), self.wanted.idle)
+        bits = np.packbits([key in keys for key in self._stored_keys()]).tobytes()
+        return Request(bits, self.wanted.idle, plans.offer(self.local))
+
+    @functools.cached_property
+    def local(self) -> LocalPlan:
+        """The boxes that are requested. Ranks may want one tensor in several dtypes."""
+        return LocalPlan(PieceTable.build([leaf.piece("") for leaf in self.wanted.flat.tensors]), {}, {})
 
     def unexpected(self, requests: Sequence[Request]) -> list[str]:
         """The stored keys that none of these ranks requests: a pipeline stage has no use for another's layers.
@@ -252,24 +266,31 @@ def prepare_load(
     return PreparedLoad(source, wanted, options, ignore, report)
 
 
-def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadReport:
+def load_together(group: Group, prepare: Callable[[], PreparedLoad], plans: PlanCache | None = None) -> LoadReport:
     """Prepares and checks on all ranks, then loads on all ranks: what one rank refuses changes nothing on any (R4).
 
+    Args:
+        plans: checks of earlier loads of this group, kept by the caller; None: nothing is kept.
+
     Raises:
+        TilingError: the ranks together do not ask for each tensor exactly once.
         RankFailedError: another rank refused; nothing was changed.
         LoadIncompleteError: another rank failed after this one had been filled.
     """
+    plans = PlanCache() if plans is None else plans
     prepared: PreparedLoad | None = None
 
     def begin() -> Request:
         nonlocal prepared
         prepared = prepare()
-        return prepared.request()
+        return prepared.request(plans)
 
     requests = agree(group, "keys", begin)
     assert prepared is not None  # else `agree` has raised
     ready: PreparedLoad = prepared
     unexpected = lead(group, "unexpected", lambda: ready.unexpected(requests or []))
+    if ready.options.check_coverage:
+        _check_coverage(group, ready, plans, [request.offer for request in requests or []])
     agree(group, "check", lambda: ready.check(unexpected))
     exchange = _plan_exchange(group, ready)
     try:
@@ -284,6 +305,27 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad]) -> LoadRepo
             raise ready.incomplete(error) from error
         raise
     return ready.report
+
+
+def _check_coverage(group: Group, ready: PreparedLoad, plans: PlanCache, offers: Sequence[Offer]) -> None:
+    """R4 across ranks: as for a save, main replicas tile every tensor. What was found right is not sent again."""
+
+    def digest(offers: Sequence[Offer]) -> str | None:
+        try:
+            settled = plans.settle(offers)
+        except (TilingError, DisagreementError) as error:
+            raise type(error)(
+                f"{ready.source.url}: what the ranks ask for together is not each tensor once: {error}. Nothing was "
+                "loaded. Pass check_coverage=False to load parts of what a job would."
+            ) from error
+        return None if settled is None else settled[0].digest
+
+    known = lead(group, "coverage", lambda: digest(offers))
+    if known is None:
+        offers = agree(group, "structure", lambda: Offer(ready.local)) or []
+        known = lead(group, "coverage again", lambda: digest(offers))
+    assert known is not None  # whole structures settle it
+    plans.keep(ready.local, Share(known, RankPlan(), ()))
 
 
 def _plan_exchange(group: Group, ready: PreparedLoad) -> Exchange | None:
@@ -302,7 +344,7 @@ def _exchange(ready: PreparedLoad, exchange: Exchange) -> None:
     started = time.perf_counter()
     try:
         ready.report.bytes_received = exchange.run(ready.changed.setdefault)
-    except (OSError, RuntimeError, CkptError) as error:
+    except Exception as error:
         raise ready.incomplete(error) from error
     ready.report.seconds += time.perf_counter() - started
 
@@ -325,7 +367,7 @@ def _unmerged_optimizer(source: Source, missing: Collection[str]) -> str:
     if source.manifest is not None or not any(key.startswith("optimizer.") for key in missing):
         return ""
     form = torch_dist.optimizer_form(source.index, source.read_common())
-    return f"Its optimizer state is stored as {form}: convert the checkpoint first." if form else ""
+    return f"Nothing was loaded; {torch_dist.conversion_note(form)}." if form else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ def load(
     load_main_params: bool = False,
     load_parallelism: LoadParallelism | None = None,
     process_group: ProcessGroup | None = None,
+    check_coverage: bool = True,
     save_id: str | None = None,
     timeout: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def load(
             without the optimizer itself.
         load_parallelism: ``"dp"``: what several ranks need is read by one of them and sent to the others.
         process_group: whose ranks do that, with collectives on it; None: the default group.
+        check_coverage: what all ranks ask for together has to cover each tensor exactly once, by main replicas; a rank
+            that is left out or counted twice is then an error. False: to load parts of what a job would.
         save_id: which save of the directory; None: the newest committed.
         timeout: seconds that a rank waits for another.
 
@@ -77,6 +80,7 @@ def load(
         load_main_params=load_main_params,
         load_parallelism=load_parallelism,
         process_group=process_group,
+        check_coverage=check_coverage,
     )
     group = new_group(timeout=timeout, name="bare")
     group.next_round()

@@ -23,6 +23,7 @@ from ckptlib.errors import StateError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
 from ckptlib.load_options import LoadOptions
 from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
+from ckptlib.planning import PlanCache
 from ckptlib.recorded_args import check_args
 from ckptlib.resume import RERUN_KEY, StoredExtras, is_bookkeeping
 from ckptlib.source import Source, open_source
@@ -70,6 +71,7 @@ class RestoreRequest:
         contents: parts of the state, plus ``rng``; None: everything.
         options: how it is loaded.
         group: the ranks that restore together.
+        plans: what is kept between loads of this group.
         topology: of this job; an RNG state or rerun state of another one means another place.
         allow_changed: names of observed numbers that may differ after the load.
         finetune: weights only.
@@ -80,6 +82,7 @@ class RestoreRequest:
     contents: Collection[str] | None
     options: LoadOptions
     group: Group
+    plans: PlanCache
     topology: Topology | None
     rng_tracker: rng.RngTracker | None
     on_event: NoticeHandler | None
@@ -154,7 +157,7 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
         extras = _read_extras(request, source)
         return prepared
 
-    report = load_together(request.group, prepare)
+    report = load_together(request.group, prepare, request.plans)
     assert extras is not None  # else `load_together` has raised
     state.update(wanted)  # a part that is a plain value is another one now
     refresh_main_params(state, wanted)

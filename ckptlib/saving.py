@@ -27,7 +27,7 @@ from ckptlib.errors import (
     StateError,
 )
 from ckptlib.manifest import Begin, Decision, RankRecord
-from ckptlib.pieces import LocalPlan, PieceTable, TensorPiece
+from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
 from ckptlib.planning import Offer, PlanCache, Share
 from ckptlib.safe_pickle import dump_object
@@ -82,12 +82,7 @@ class SaveRequest:
 def describe(flat: FlatState) -> LocalPlan:
     """Metadata of this rank's leaves."""
     return LocalPlan(
-        tensors=PieceTable.build(
-            [
-                TensorPiece(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, leaf.nbytes, leaf.main)
-                for leaf in flat.tensors
-            ]
-        ),
+        tensors=PieceTable.build([leaf.piece() for leaf in flat.tensors]),
         objects={leaf.key: leaf.main for leaf in flat.objects},
         values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value, leaf.key) for leaf in flat.values},
     )

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckptlib import factories, optim, torch_leaves
 from ckptlib.errors import StateError
 from ckptlib.parts import ModelParts, OptimizerParts
+from ckptlib.pieces import TensorPiece
 from ckptlib.sharding import (
     Box,
     LocalNonpersistentObject,
@@ -71,6 +72,12 @@ class TensorLeaf:
     def nbytes(self) -> int:
         """Payload bytes."""
         return self.box.volume * self.tensor.element_size()
+
+    def piece(self, dtype: str | None = None) -> TensorPiece:
+        """What plans know of it; `dtype` instead of its own."""
+        return TensorPiece(
+            self.key, self.dtype if dtype is None else dtype, self.global_shape, self.box, self.nbytes, self.main
+        )
 
 
 @dataclass

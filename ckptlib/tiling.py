@@ -81,7 +81,7 @@ def check_tilings(keys: Sequence[str], shapes: Int64s, ndims: npt.NDArray[np.int
         keys: names of the tensors.
         shapes: (len(keys), D) global shapes, filled with 1.
         ndims: (len(keys),) their numbers of axes.
-        boxes: what would be written.
+        boxes: of their main replicas.
 
     Raises:
         TilingError: names a tensor, and a hole, an overlap, or a box that leaves the tensor.
@@ -106,7 +106,7 @@ def check_tilings(keys: Sequence[str], shapes: Int64s, ndims: npt.NDArray[np.int
         rows = np.flatnonzero((boxes.tensors == at) & (volumes > 0))[:8]
         pieces = ", ".join(str(boxes.box(int(row), int(ndims[at]))) for row in rows)
         raise TilingError(
-            f"tensor {keys[at]!r}: {covered[at]} of {wanted[at]} elements would be written; no rank is the main "
+            f"tensor {keys[at]!r}: {covered[at]} of {wanted[at]} elements are covered; no rank is the main "
             f"replica (replica_id 0) of the rest. Pieces: {pieces or 'none'}"
         )
     absent = np.flatnonzero(np.bincount(boxes.tensors, minlength=len(keys)) == 0)
@@ -143,8 +143,8 @@ def _raise_overlap(keys: Sequence[str], ndims: npt.NDArray[np.integer], boxes: B
     at = int(boxes.tensors[one])
     first, second = sorted((one, two))
     raise TilingError(
-        f"tensor {keys[at]!r}: {boxes.box(first, int(ndims[at]))} and {boxes.box(second, int(ndims[at]))} would both "
-        "be written; one of them is a copy and needs a replica_id other than 0"
+        f"tensor {keys[at]!r}: {boxes.box(first, int(ndims[at]))} and {boxes.box(second, int(ndims[at]))} overlap; "
+        "one of them is a copy and needs a replica_id other than 0"
     )
 
 

@@ -339,7 +339,7 @@ def test_wrong_tilings_are_refused_before_any_byte(free: str) -> None:
     for pieces, match in (
         ([left], "2 of 4 elements"),
         ([left, not_main], "2 of 4 elements"),
-        ([left, right, copy], "would both be written"),
+        ([left, right, copy], "overlap"),
         ([not_main], "0 of 4 elements"),
     ):
         with pytest.raises(TilingError, match=f"'w': .*{match}"):

@@ -218,7 +218,7 @@ def test_another_dtype_is_an_error_unless_a_cast_is_asked_for(url: str) -> None:
 
 def test_a_cast_reads_only_what_is_needed(url: str) -> None:
     column = ShardedTensor.from_box("model.a.w", torch.zeros(2, 1, dtype=torch.float64), (2, 3), (0, 1))
-    report = ckptlib.load({"w": column}, url, keys=["model.a.w"], cast=True)
+    report = ckptlib.load({"w": column}, url, keys=["model.a.w"], cast=True, check_coverage=False)
     assert column.data.tolist() == [[1.0], [4.0]]
     assert report.bytes_read == 8
 

@@ -238,21 +238,21 @@ def test_a_tensor_without_a_main_replica_is_named() -> None:
     """Wrong `replica_id`."""
     half = piece("w", (4,), Box((0,), (2,)), True)
     other = piece("w", (4,), Box((2,), (2,)), False)
-    with pytest.raises(TilingError, match=r"'w': 2 of 4 elements would be written; no rank is the main replica"):
+    with pytest.raises(TilingError, match=r"'w': 2 of 4 elements are covered; no rank is the main replica"):
         make_write_plan([has(half), has(other)])
 
 
 def test_a_tensor_with_two_main_replicas_is_named() -> None:
     """Wrong `replica_id`."""
     whole = piece("w", (4,), Box((0,), (4,)), True)
-    with pytest.raises(TilingError, match=r"'w': \[0:4\] and \[0:4\] would both be written.*replica_id other than 0"):
+    with pytest.raises(TilingError, match=r"'w': \[0:4\] and \[0:4\] overlap.*replica_id other than 0"):
         make_write_plan([has(whole), has(whole)])
 
 
 def test_a_tensor_that_is_marked_on_one_rank_and_plain_on_another_is_named() -> None:
     """A `ShardedTensor` here and a plain tensor there: nobody knows whether they are copies."""
     marked, plain = piece("w", (4,), Box((0,), (4,)), True), piece("w", (4,), Box((0,), (4,)), None)
-    with pytest.raises(TilingError, match=r"'w': \[0:4\] and \[0:4\] would both be written"):
+    with pytest.raises(TilingError, match=r"'w': \[0:4\] and \[0:4\] overlap"):
         make_write_plan([has(marked), has(plain)])
 
 

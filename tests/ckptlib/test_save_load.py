@@ -259,7 +259,7 @@ def test_any_sharding_is_loaded_into_any_other_reading_only_what_is_needed(
         target = torch.full(box.shape, -1.0, dtype=torch.float64)
         if data.draw(st.booleans()) and target.dim() > 1:
             target = torch.full(box.shape[::-1], -1.0, dtype=torch.float64).permute(*range(target.dim())[::-1])
-        report = ckptlib.load({"w": ShardedTensor("w", target, shape, box)}, url)
+        report = ckptlib.load({"w": ShardedTensor("w", target, shape, box)}, url, check_coverage=False)
         assert torch.equal(target, whole[slices(box)])
         assert report.bytes_read == report.bytes_needed == 8 * box.volume
     assert torch.equal(ckptlib.read(url)["w"], whole)
@@ -270,13 +270,13 @@ def test_rows_of_a_padded_vocabulary_are_zero_filled_or_dropped(url: str) -> Non
     rows = torch.arange(1.0, 13).reshape(6, 2)
     ckptlib.save({"e": ShardedTensor("e", rows, (6, 2), Box.whole((6, 2)))}, url, iteration=1)
     larger = torch.full((4, 2), -1.0)
-    ckptlib.load({"e": ShardedTensor("e", larger, (8, 2), Box((4, 0), (4, 2)), allow_shape_mismatch=True)}, url)
+    ckptlib.load({"e": ShardedTensor("e", larger, (8, 2), Box((4, 0), (4, 2)), allow_shape_mismatch=True)}, url, check_coverage=False)
     assert torch.equal(larger, torch.cat([rows[4:], torch.zeros(2, 2)]))
     smaller = torch.full((4, 2), -1.0)
     ckptlib.load({"e": ShardedTensor("e", smaller, (4, 2), Box.whole((4, 2)), allow_shape_mismatch=True)}, url)
     assert torch.equal(smaller, rows[:4])
     beyond = torch.full((2, 2), -1.0)
-    ckptlib.load({"e": ShardedTensor("e", beyond, (8, 2), Box((6, 0), (2, 2)), allow_shape_mismatch=True)}, url)
+    ckptlib.load({"e": ShardedTensor("e", beyond, (8, 2), Box((6, 0), (2, 2)), allow_shape_mismatch=True)}, url, check_coverage=False)
     assert torch.equal(beyond, torch.zeros(2, 2))
 
 

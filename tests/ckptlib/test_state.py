@@ -64,7 +64,7 @@ def test_two_leaves_of_one_name_are_refused_with_both_places() -> None:
 def test_a_sharded_tensor_and_another_leaf_of_the_same_name_are_refused() -> None:
     sharded = ShardedTensor("w", torch.zeros(2), (2,), Box((0,), (2,)))
     for other in (torch.zeros(2), 3):
-        with pytest.raises(StateError, match=r"'w'.*(would both be written|one name can hold one of them)"):
+        with pytest.raises(StateError, match=r"'w'.*(overlap|one name can hold one of them)"):
             make_write_plan([describe(flatten({"w": other, "elsewhere": sharded}))])
 
 

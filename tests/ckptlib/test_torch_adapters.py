@@ -248,9 +248,8 @@ def check_the_older_sharded_tensors_with_several_shards_per_rank(rank: int, fold
         assert_same(shard.tensor, whole[row : row + 1, at : at + 3])
     assert target["list"][1] == 1  # type: ignore[index]
     inner = {"w": torch.zeros(3, 2)}  # and any box of it by anybody
-    ckptlib.load(
-        {"w": ShardedTensor("w", inner["w"], (8, 6), ckptlib.sharding.Box((3, 2), (3, 2)))}, url, strict="return"
-    )
+    part = ShardedTensor("w", inner["w"], (8, 6), ckptlib.sharding.Box((3, 2), (3, 2)))
+    ckptlib.load({"w": part}, url, strict="return", check_coverage=False)
     assert_same(inner["w"], whole[3:6, 2:4])
 
 
