@@ -8,7 +8,7 @@ nothing but the index: same index, same bytes, on every Python and torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from ckptlib.index import ItemIndex
 
@@ -39,7 +39,10 @@ def encode_metadata(index: ItemIndex) -> bytes:
     ``planner_data`` stays None: keys are then taken literally. Megatron-Core demands that, and torch's default planner
     finds nested state dicts by their dotted paths, which are our keys.
     """
-    return _Writer(index).write()
+    out = bytearray()
+    for part in _Writer(index).parts():
+        out += part
+    return bytes(out)
 
 
 class _Writer:
@@ -47,30 +50,31 @@ class _Writer:
         self._index = index
         self._memo: dict[object, bytes] = {}
 
-    def write(self) -> bytes:
-        """The whole stream."""
+    def parts(self) -> Iterator[bytes]:
+        """The stream, entry by entry: nothing but the result is ever held whole."""
         dtypes = sorted(set(self._index.dtypes))
         names: list[tuple[str, str]] = [*_GLOBALS, *(("torch", dtype) for dtype in dtypes)]
         texts = dict.fromkeys([*_FIELDS, *self._index.files, *self._index.keys, *self._index.object_keys])
-        head = [b"\x80\x04"]
+        yield b"\x80\x04"
         # Everything that comes more than once is made here, remembered and dropped again.
-        head += [_text(module) + _text(name) + b"\x93" + self._remember((module, name)) for module, name in names]
-        head += [_text(text) + self._remember(text) for text in texts]
-        body = self._new("Metadata") + self._state(
-            state_dict_metadata=self._dict(self._entries()),
-            planner_data=b"N",
-            storage_data=self._dict(self._places()),
-            storage_meta=self._new("StorageMeta")
-            + self._state(checkpoint_id=b"N", save_id=b"N", load_id=b"N", modules=b"]"),
-            version=b"N",
+        for module, name in names:
+            yield _text(module) + _text(name) + b"\x93" + self._remember((module, name))
+        for text in texts:
+            yield _text(text) + self._remember(text)
+        yield self._new("Metadata") + b"}(" + self._memo["state_dict_metadata"]
+        yield from _dict(self._entries())
+        yield self._memo["planner_data"] + b"N" + self._memo["storage_data"]
+        yield from _dict(self._places())
+        storage_meta = self._new("StorageMeta") + self._state(
+            checkpoint_id=b"N", save_id=b"N", load_id=b"N", modules=b"]"
         )
-        return b"".join(head) + body + b"."
+        yield self._memo["storage_meta"] + storage_meta + self._memo["version"] + b"Nub."
 
     def _remember(self, thing: object) -> bytes:
         self._memo[thing] = b"j" + struct.pack("<I", len(self._memo))
         return b"\x940"
 
-    def _entries(self) -> Iterable[bytes]:
+    def _entries(self) -> Iterator[bytes]:
         new_chunk, offsets, sizes = (
             self._new("ChunkStorageMetadata") + b"}(",
             self._memo["offsets"],
@@ -92,7 +96,7 @@ class _Writer:
         for key in self._index.object_keys:
             yield self._memo[key] + self._new("BytesStorageMetadata")
 
-    def _places(self) -> Iterable[bytes]:
+    def _places(self) -> Iterator[bytes]:
         new_index = self._new("MetadataIndex") + b"}(" + self._memo["fqn"]
         offset_name, index_name, size = self._memo["offset"], self._memo["index"], self._memo["torch", "Size"]
         new_info = self._new("_StorageInfo") + b"}(" + self._memo["relative_path"]
@@ -135,9 +139,15 @@ class _Writer:
     def _state(self, **fields: bytes) -> bytes:
         return b"}(" + b"".join(self._memo[name] + value for name, value in fields.items()) + b"ub"
 
-    def _dict(self, items: Iterable[bytes]) -> bytes:
-        content = b"".join(items)
-        return b"}(" + content + b"u" if content else b"}"
+
+def _dict(items: Iterator[bytes]) -> Iterator[bytes]:
+    """Items of a dict: a mark, and SETITEMS when there are any."""
+    yield b"}"
+    first = next(items, None)
+    if first is not None:
+        yield b"(" + first
+        yield from items
+        yield b"u"
 
 
 def _text(text: str) -> bytes:
