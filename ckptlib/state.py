@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
@@ -34,17 +34,6 @@ from ckptlib.sharding import (
 )
 
 Path = tuple[str | int, ...]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes a state back."""
 
 
 @dataclass
@@ -251,11 +240,12 @@ class _Walker:
                     self._walk((*path, i), inner, _item_setter(items, i))
                 if isinstance(value, tuple):
                     self._flat.finishers.append(functools.partial(_put_tuple, value, items, assign))
-            case Stateful() if not isinstance(value, type):
-                inner = value.state_dict()
+            case _ if _is_stateful(value):
+                stateful: Any = value
+                inner = stateful.state_dict()
                 if inner:
                     self._walk(path, inner, _refuse_assign(path))
-                self._flat.finishers.append(lambda: value.load_state_dict(inner))
+                self._flat.finishers.append(lambda: stateful.load_state_dict(inner))
             case _:
                 self._claim(dotted(path), path)
                 self._flat.values.append(ValueLeaf(dotted(path), path, value, assign, path in self._of_rank))
@@ -365,7 +355,12 @@ def _holds_placed(value: Any) -> bool:
         case list() | tuple():
             return any(map(_holds_placed, value))
         case _:
-            return isinstance(value, Stateful) and not isinstance(value, type)
+            return _is_stateful(value)
+
+
+def _is_stateful(value: Any) -> bool:
+    """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not isinstance(value, type)
 
 
 def _parameter_names(state: Mapping[str, Any]) -> optim.Names:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,16 +244,12 @@ def canonical_names(module: torch.nn.Module) -> Callable[[str], str]:
 def named_state(module: torch.nn.Module, where: str) -> dict[str, tuple[str, Any]]:
     """What `module.state_dict()` has: canonical name -> its own name and the value.
 
-    Parameters come as they are, not detached: `load_state_dict` then finds each one to be itself and copies nothing.
-
     Raises:
         StateError: two of them have one canonical name.
     """
     canonical = canonical_names(module)
     named: dict[str, tuple[str, Any]] = {}
-    plain = type(module).state_dict is torch.nn.Module.state_dict  # else it may have other arguments, and other values
-    state: Mapping[str, Any] = module.state_dict(keep_vars=True) if plain else module.state_dict()
-    for name, value in state.items():
+    for name, value in module.state_dict().items():
         if canonical(name) in named:
             raise StateError(f"{where}: {name!r} and {named[canonical(name)][0]!r} are both called {canonical(name)!r}")
         named[canonical(name)] = name, value
