@@ -143,6 +143,7 @@ class ItemIndex:
                 Rows(
                     keys=[item.key for item in items],
                     dtypes=[item.dtype for item in items],
+                    dtype=np.arange(len(items)),
                     ndims=np.array([len(item.global_shape) for item in items], np.int64),
                     tensor_shapes=padded([item.global_shape for item in items], axes, 1),
                     rows=np.arange(len(items)),
@@ -172,19 +173,16 @@ class ItemIndex:
 
         def shifted(rows: Sequence[Int64s], counts: Sequence[int]) -> Int64s:
             starts = np.cumsum([0, *counts])[: len(rows)]
-            return joined([row + start for row, start in zip(rows, starts.tolist(), strict=True)], (0,))
+            return joined(rows, (0,)) + np.repeat(starts, [len(row) for row in rows])
 
         file_counts = [len(part.files) for part in parts]
-        per_tensor = [np.diff(column.chunk_ends) for column in columns]
+        per_tensor = [column.chunk_ends[1:] - column.chunk_ends[:-1] for column in columns]
         return cls(
             *assemble(
                 Rows(
                     keys=[key for part in parts for key in part.keys],
-                    dtypes=[
-                        part.dtype_names[code]
-                        for part, column in zip(parts, columns, strict=True)
-                        for code in column.dtypes.tolist()
-                    ],
+                    dtypes=[name for part in parts for name in part.dtype_names],
+                    dtype=shifted([column.dtypes for column in columns], [len(part.dtype_names) for part in parts]),
                     ndims=joined([column.ndims for column in columns], (0,)),
                     tensor_shapes=stacked([column.tensor_shapes for column in columns], axes, 1),
                     rows=np.repeat(np.arange(sum(map(len, per_tensor))), joined(per_tensor, (0,))),

@@ -55,21 +55,23 @@ class Columns:
 
     def check(self, names: Names) -> None:
         """Refuses columns that do not fit each other or the names."""
-        tensors, objects, axes = len(names.keys), len(names.objects), self.tensor_shapes.shape[1]
-        chunks = len(self.files)
-        shapes = {
-            "dtypes": (tensors,), "ndims": (tensors,), "tensor_shapes": (tensors, axes), "chunk_ends": (tensors + 1,),
-            "offsets": (chunks, axes), "shapes": (chunks, axes), "files": (chunks,), "locations": (chunks, 5),
-            "object_files": (objects,), "object_locations": (objects, 5), "object_wrapped": (objects,),
-        }  # fmt: skip
-        for name, shape in shapes.items():
-            if getattr(self, name).shape != shape:
-                raise ValueError(f"column {name} is {getattr(self, name).shape}, expected {shape}")
-        ranges = {"dtypes": len(names.dtypes), "files": len(names.files), "ndims": axes + 1}
-        for name, limit in (ranges | {"object_files": len(names.files)}).items():
-            column = getattr(self, name)
+        tensors, objects, chunks = len(names.keys), len(names.objects), len(self.files)
+        axes = self.tensor_shapes.shape[-1]
+        found = tuple(column.shape for column in vars(self).values())
+        expected = (
+            (tensors,), (tensors,), (tensors, axes), (tensors + 1,), (chunks, axes), (chunks, axes), (chunks,),
+            (chunks, 5), (objects,), (objects, 5), (objects,),
+        )  # fmt: skip
+        if found != expected:
+            raise ValueError(f"columns have the shapes {found}, expected {expected}")
+        for column, limit, name in (
+            (self.dtypes, len(names.dtypes), "dtypes"),
+            (self.files, len(names.files), "files"),
+            (self.ndims, axes + 1, "ndims"),
+            (self.object_files, len(names.files), "object_files"),
+        ):
             # As unsigned numbers negative ones are huge: one pass instead of two.
-            if column.size and int(column.view(np.uint64).max()) >= limit:
+            if column.size and column.view(np.uint64).max() >= limit:
                 raise ValueError(f"column {name} leaves 0..{limit - 1}")
         ends = self.chunk_ends
         if ends[0] != 0 or ends[-1] != chunks or (ends[1:] < ends[:-1]).any():
@@ -80,11 +82,13 @@ class Columns:
 class Rows:
     """Items in no particular order; names may repeat.
 
-    Chunk i is of tensor `keys[rows[i]]` and lies in `files[file[i]]`, object i in `files[object_file[i]]`.
+    Tensor k is of dtype `dtypes[dtype[k]]`; chunk i is of tensor `keys[rows[i]]` and lies in `files[file[i]]`, object
+    i in `files[object_file[i]]`.
     """
 
     keys: Sequence[str]
     dtypes: Sequence[str]
+    dtype: Int64s
     ndims: Int64s
     tensor_shapes: Int64s
     rows: Int64s
@@ -106,7 +110,8 @@ def assemble(items: Rows) -> tuple[Names, Columns]:
         StateError: two chunks of a key disagree about dtype or global shape, or an object key comes twice.
     """
     keys, key = _numbered(items.keys)
-    dtype_names, dtype = _numbered(items.dtypes)
+    dtype_names, dtype_number = _numbered(items.dtypes)
+    dtype = dtype_number[items.dtype]
     files, file_number = _numbered(items.files)
     first = np.zeros(len(keys), np.int64)
     first[key[::-1]] = np.arange(len(key))[::-1]  # the last assignment to a place stands: the first of each name
@@ -116,7 +121,7 @@ def assemble(items: Rows) -> tuple[Names, Columns]:
     if wrong.any():
         row = int(np.argmax(wrong))
         one, two = (
-            f"{items.dtypes[at]} {tuple(items.tensor_shapes[at, : items.ndims[at]].tolist())}"
+            f"{dtype_names[dtype[at]]} {tuple(items.tensor_shapes[at, : items.ndims[at]].tolist())}"
             for at in (int(of_first[row]), row)
         )
         raise StateError(f"tensor {items.keys[row]!r}: one rank says {one}, another {two}")
@@ -200,8 +205,8 @@ def decode(data: bytes, where: str) -> tuple[Names, Columns, dict[str, bytes]]:
         for name, dtype, shape, at in header["columns"]:
             if dtype not in _STORED_TYPES:
                 raise ValueError(f"column {name} has the type {dtype!r}")
-            column = np.frombuffer(data, dtype, math.prod(shape), start + at)
-            read[name] = column.astype(np.int64).reshape(shape)
+            column = np.frombuffer(data, dtype, math.prod(shape), start + at).astype(np.int64)
+            read[name] = column if len(shape) == 1 else column.reshape(shape)
         names = Names(*(header[name] for name in Names._fields))
         for file in names.files:
             records.relative_path(file, where)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlib.errors import DisagreementError, TilingError
-from ckptlib.pieces import CHOOSE, COPY, MAIN, Int64s, LocalPlan
+from ckptlib.pieces import CHOOSE, COPY, MAIN, Int64s, LocalPlan, PieceTable
 from ckptlib.tiling import Boxes, check_tilings, stacked
 
 SPLIT_MIN_BYTES = 1024 * 1024
@@ -144,7 +144,7 @@ class _Pieces:
         codes = {name: code for code, name in enumerate(dtypes)}
         axes = max((table.shapes.shape[1] for table in tables), default=1)
         counts = [len(table) for table in tables]
-        key = np.fromiter((numbers[name] for table in tables for name in table.keys), np.int64, sum(counts))
+        key = np.concatenate(_numbers_of_keys(tables, numbers))
         dtype = [np.array([codes[name] for name in table.dtypes], np.int64)[table.dtype] for table in tables]
         _, first = np.unique(key, return_index=True)
         return cls(
@@ -186,6 +186,18 @@ class _Pieces:
                 for at in (int(first[row]), row)
             )
             raise DisagreementError(f"tensor {self.keys[self.key[row]]!r}: {one}, {two}")
+
+
+def _numbers_of_keys(tables: Sequence[PieceTable], numbers: Mapping[str, int]) -> list[Int64s]:
+    """The numbers of each table's names. Most ranks have the names of the rank before."""
+    out: list[Int64s] = []
+    last: tuple[str, ...] | None = None
+    for table in tables:
+        if table.keys != last:
+            last = table.keys
+            own = np.fromiter(map(numbers.__getitem__, last), np.int64, len(last))
+        out.append(own)
+    return out
 
 
 def _assign(pieces: _Pieces, world_size: int) -> tuple[Int64s, Boxes, Int64s]:

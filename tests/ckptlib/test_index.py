@@ -176,7 +176,7 @@ def test_columns_that_do_not_fit_each_other_are_damage() -> None:
         ("ndims", [1, 2]), ("object_files", [3]), ("object_locations", []),
     ):  # fmt: skip
         bad = replace(columns._columns, **{name: np.array(value, np.int64)})
-        with pytest.raises(RecordError, match="damaged item index \\(column "):
+        with pytest.raises(RecordError, match="damaged item index \\(column"):
             ItemIndex.decode(encode(columns._names, bad, {}), "index")
 
 
