@@ -1,12 +1,14 @@
-"""Loads: one process against a raw read of the same bytes, and 2 shards loaded by 8 ranks against torch DCP.
+"""Loads against the physical limit and against torch DCP: whole states warm and cold, small tensors, other shardings.
 
-First part: a training state is loaded into its own tensors, page cache warm. The limit is `preadv` of the same payload
-bytes into the same memory. Second part: every tensor was saved in two halves; each of eight ranks, one after the other
-in this process, loads its eighth. Bytes are counted by the kernel (``rchar`` in /proc/self/io). All loaders take
-turns; medians and the median of the pairwise ratios are printed.
+Whole: a training state is loaded into its own tensors; the limit is `preadv` of the same payload bytes into the same
+memory, by one thread. Warm: from the page cache. Cold: after `posix_fadvise(DONTNEED)` on every file. Small: a
+thousand tensors of 16 KiB, CPU time for each. Resharded: every tensor was saved in pieces; each rank of the new size,
+one after the other in this process, loads its own, which torch DCP does by reading whole stored pieces. Bytes are
+counted by the kernel (``rchar`` in /proc/self/io), containers and records included. All loaders take turns; medians
+and the median of the pairwise ratios are printed.
 
     python benchmarks/load.py                 # 1 GiB, 7 rounds, in the current directory
-    python benchmarks/load.py --mib 256 --rounds 3
+    python benchmarks/load.py --mib 256 --rounds 3 --only whole resharded
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +34,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import ckptlib
 
-RANKS = 8
+RESHARDS = ((2, 8, 0), (2, 4, 0), (2, 3, 0), (1, 8, 0), (2, 8, 1))
+"""(ranks that saved, ranks that load, axis that is cut)."""
+
+Results = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,29 @@ def raw_read(path: str, state: dict[str, Any]) -> None:
     os.close(fd)
 
 
-class SlicePlanner(dcp.DefaultLoadPlanner):
-    """torch's planner for a rank that holds rows [rank, rank + 1) / ranks of every tensor."""
+def drop_cache(path: str) -> None:
+    """Has the kernel forget the content of every file below a directory."""
+    for file in Path(path).rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
-    def __init__(self, rank: int) -> None:
+
+class SlicePlanner(dcp.DefaultLoadPlanner):
+    """torch's planner for a rank that holds one piece of every tensor along one axis."""
+
+    def __init__(self, rank: int, ranks: int, axis: int, full: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._rank = rank
+        self._of = (rank, ranks, axis)
+        self._full = full
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Requests boxes as a sharded rank would."""
         items = []
         for key, tensor in self.state_dict.items():
-            offset = torch.Size((self._rank * tensor.shape[0], *(0,) * (tensor.dim() - 1)))
-            chunk = ChunkStorageMetadata(offset, tensor.shape)
+            chunk = ChunkStorageMetadata(torch.Size(piece_of(self._full[key], *self._of)[1]), tensor.shape)
             items += create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], [chunk])
         return dcp.LoadPlan(items)
 
@@ -89,41 +105,57 @@ class SlicePlanner(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn]
 
 
-def turns(loaders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Cost]]:
-    """All loaders in turn; one uncounted round first, which also warms the page cache."""
+def piece_of(tensor: torch.Tensor, rank: int, ranks: int, axis: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A rank's piece as `torch.chunk` cuts, and where it begins."""
+    pieces = tensor.chunk(ranks, axis)
+    offset = [0] * tensor.dim()
+    offset[axis] = sum(piece.shape[axis] for piece in pieces[:rank])
+    return pieces[rank], tuple(offset)
+
+
+def turns(
+    loaders: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] = lambda: None
+) -> dict[str, list[Cost]]:
+    """All loaders in turn; one uncounted round first, which also warms the page cache.
+
+    Args:
+        before: done before each load, outside of what is measured.
+    """
     costs: dict[str, list[Cost]] = {name: [] for name in loaders}
     for round_ in range(rounds + 1):
         for name, load in loaders.items():
+            before()
             cost = measure(load)
             if round_:
                 costs[name].append(cost)
     return costs
 
 
-def report(title: str, costs: dict[str, list[Cost]], needed: int) -> dict[str, float]:
+def report(title: str, costs: dict[str, list[Cost]], needed: int, tensors: int = 0) -> Results:
     """Prints medians and ratios of the first loader to the others."""
-    print(f"\n{title}")
+    print(f"\n{title}   (load average {os.getloadavg()[0]:.1f})")
     ours = next(iter(costs))
-    ratios: dict[str, float] = {}
+    results: Results = {}
     for name, runs in costs.items():
         cpu, wall, read = (statistics.median(getattr(c, what) for c in runs) for what in ("cpu", "wall", "bytes"))
         print(f"  {name:12} cpu {cpu:6.2f} s   wall {wall:6.2f} s   read {read / needed:.3f} x the bytes needed")
-        ratios[f"read / needed, {name}"] = round(read / needed, 3)
+        if tensors:
+            print(f"    {cpu / tensors * 1e6:.0f} us of CPU for each tensor")
+        results[f"read / needed, {name}"] = round(read / needed, 3)
         if name != ours:
             pairs = list(zip(costs[ours], runs, strict=True))
             for what in ("cpu", "wall"):
                 ratio = statistics.median(getattr(a, what) / getattr(b, what) for a, b in pairs)
-                ratios[f"{what} {ours} / {name}"] = round(ratio, 3)
-                print(f"    {what:4} {ours} / {name}: {ratio:.2f}")
-    return ratios
+                results[f"{what} {ours} / {name}"] = round(ratio, 3)
+                print(f"    {what:4} {ours} / {name}: {ratio:.2f}   ({1 / ratio:.1f} times as fast)")
+    return results
 
 
-def whole(directory: str, mib: int, rounds: int) -> dict[str, float]:
-    """Part one."""
-    state = training_state(mib)
+def whole(directory: str, state: dict[str, Any], rounds: int, *, cold: bool = False, small: bool = False) -> Results:
+    """A whole state, by one process."""
     path = os.path.join(directory, "whole")
-    ckptlib.save(state, path, iteration=1)
-    (data,) = [name for name in os.listdir(path) if name.endswith(".distcp")]
+    ckptlib.save(state, path, iteration=1, on_exists="replace")
+    data = max((name for name in os.listdir(path) if name.endswith(".distcp")), key=lambda name: name.split(".")[1])
     loaders = {
         "ckptlib": lambda: ckptlib.load(state, path),
         "raw read": lambda: raw_read(os.path.join(path, data), state),
@@ -131,60 +163,89 @@ def whole(directory: str, mib: int, rounds: int) -> dict[str, float]:
     }
     tensors = list(tensors_of(state))
     needed = sum(tensor.nbytes for tensor in tensors)
-    return report(
-        f"whole state: {needed / 2**20:.0f} MiB in {len(tensors)} tensors, warm", turns(loaders, rounds), needed
-    )
+    costs = turns(loaders, rounds, (lambda: drop_cache(path)) if cold else (lambda: None))
+    size = f"{needed / 2**20:.0f} MiB in {len(tensors)} tensors"
+    return report(f"whole state: {size}, {'cold' if cold else 'warm'}", costs, needed, len(tensors) if small else 0)
 
 
-def resharded(directory: str, mib: int, rounds: int) -> dict[str, float]:
-    """Part two."""
+def resharded(directory: str, mib: int, rounds: int, saved: int, loaded: int, axis: int) -> Results:
+    """Pieces of `saved` ranks, by `loaded` ranks."""
     full = large_tensors(mib)
-    path = os.path.join(directory, "halves")
-    halves = {
-        f"{name}.{half}": ckptlib.ShardedTensor.from_rank_offsets(name, tensor.chunk(2)[half], (0, half, 2))
+    path = os.path.join(directory, f"{saved} {loaded} {axis}")
+    pieces = {
+        f"{name}.{rank}": ckptlib.ShardedTensor.from_box(name, part, tensor.shape, offset)
         for name, tensor in full.items()
-        for half in range(2)
+        for rank in range(saved)
+        for part, offset in [piece_of(tensor, rank, saved, axis)]
     }
-    ckptlib.save(halves, path, iteration=1)
-    eighths = {name: torch.empty_like(tensor.chunk(RANKS)[0]) for name, tensor in full.items()}
+    ckptlib.save(pieces, path, iteration=1)
+    # Memory that is used again, as that of a trainer's parameters: fresh pages would cost more than reading into them.
+    parts = [
+        {name: torch.zeros_like(piece_of(tensor, rank, loaded, axis)[0]) for name, tensor in full.items()}
+        for rank in {0: 0, loaded - 1: 0}
+    ]
+
+    def targets(rank: int) -> dict[str, torch.Tensor]:
+        return parts[-1] if rank == loaded - 1 else parts[0]
 
     def ours() -> None:
-        for rank in range(RANKS):
-            wanted = {n: ckptlib.ShardedTensor.from_rank_offsets(n, t, (0, rank, RANKS)) for n, t in eighths.items()}
-            ckptlib.load(wanted, path)
+        for rank in range(loaded):
+            wanted = {
+                name: ckptlib.ShardedTensor.from_box(
+                    name, part, full[name].shape, piece_of(full[name], rank, loaded, axis)[1]
+                )
+                for name, part in targets(rank).items()
+            }
+            ckptlib.load(wanted, path, check_coverage=False)
             check(rank)
 
     def theirs() -> None:
-        for rank in range(RANKS):
-            dcp.load(dict(eighths), checkpoint_id=path, planner=SlicePlanner(rank))
+        for rank in range(loaded):
+            dcp.load(dict(targets(rank)), checkpoint_id=path, planner=SlicePlanner(rank, loaded, axis, full))
             check(rank)
 
     def check(rank: int) -> None:
         for name, tensor in full.items():
-            assert eighths[name][0, 0] == tensor.chunk(RANKS)[rank][0, 0]
+            assert targets(rank)[name][-1, -1] == piece_of(tensor, rank, loaded, axis)[0][-1, -1]
 
     needed = sum(tensor.nbytes for tensor in full.values())
-    return report(
-        f"2 shards by 8 ranks: {needed / 2**20:.0f} MiB in {len(full)} tensors, warm",
-        turns({"ckptlib": ours, "torch DCP": theirs}, rounds),
-        needed,
-    )
+    try:
+        return report(
+            f"{saved} -> {loaded} ranks along axis {axis}: {needed / 2**20:.0f} MiB in {len(full)} tensors, warm",
+            turns({"ckptlib": ours, "torch DCP": theirs}, rounds),
+            needed,
+        )
+    finally:
+        shutil.rmtree(path)
 
 
 def main() -> None:
-    """Runs both parts and prints one JSON line at the end."""
+    """Runs all parts and prints one JSON line at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", default=".")
+    parser.add_argument("--only", nargs="+", default=["whole", "cold", "small", "resharded"])
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
     directory = tempfile.mkdtemp(dir=options.directory)
+    results: dict[str, Results] = {}
     try:
-        results = {
-            "whole": whole(directory, options.mib, options.rounds),
-            "resharded": resharded(directory, options.mib, options.rounds),
-        }
+        if {"whole", "cold"} & {*options.only}:
+            state = training_state(options.mib)
+            if "whole" in options.only:
+                results["whole, warm"] = whole(directory, state, options.rounds)
+            if "cold" in options.only:
+                results["whole, cold"] = whole(directory, state, options.rounds, cold=True)
+            del state
+            shutil.rmtree(os.path.join(directory, "whole"))
+        if "small" in options.only:
+            few = {f"layers.{i}.weight": torch.randn(64, 64) for i in range(1000)}
+            results["1,000 small tensors"] = whole(directory, few, options.rounds, small=True)
+        if "resharded" in options.only:
+            for saved, loaded, axis in RESHARDS:
+                found = resharded(directory, options.mib, options.rounds, saved, loaded, axis)
+                results[f"{saved} -> {loaded}, axis {axis}"] = found
     finally:
         shutil.rmtree(directory)
     print(json.dumps(results))

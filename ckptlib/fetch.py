@@ -2,8 +2,8 @@
 
 A target is any strided CPU tensor whose last axis is dense, a DTensor's local part or a narrowed view: each run of
 elements that is contiguous on both sides is read to its place. Runs that are neighbours in the file travel in one
-request, whatever the gaps between their places. Anything else (another device, another dtype) goes through a scratch
-tensor of `SCRATCH_BYTES` at most.
+request, whatever the gaps between their places; very many short runs, columns of a matrix, travel as one table.
+Anything else (another device, another dtype) goes through a scratch tensor of about `SCRATCH_BYTES`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.index import UNKNOWN, ChunkItem
-from ckptlib.read_plan import Int64s, ReadPlan, contiguous_runs, first_runs
+from ckptlib.read_plan import Int64s, ReadPlan, as_rows, contiguous_runs, first_runs
 from ckptlib.source import Source
 from ckptlib.state import memory_of
 from ckptlib.tiling import padded
@@ -155,15 +156,16 @@ class _Fetcher:
         path = st.join(self._source.path, self._source.index.files[int(plan.file[rows.start])])
         locations, unordered = self._locate(rows)
         traffic = Traffic()
-        ranges: list[st.Range] = []
-        checks: list[tuple[int, int, list[memoryview]]] = []
+        starts: list[int] = []
+        views: list[memoryview] = []
+        checks: list[tuple[int, int, slice]] = []
+        tables: list[tuple[int, int, npt.NDArray[np.uint8]]] = []
         elsewhere: list[tuple[int, int, int]] = []
         crcs = np.where(self._whole[rows], locations[:, 4], UNKNOWN).tolist()
-        starts = (locations[:, 2] + self._from[rows]).tolist()
         columns = (
             range(rows.start, rows.stop),
             plan.request[rows].tolist(),
-            starts,
+            (locations[:, 2] + self._from[rows]).tolist(),
             self._places[rows].tolist(),
             self._nbytes[rows].tolist(),
             self._is_one_run[rows].tolist(),
@@ -176,24 +178,31 @@ class _Fetcher:
             if memory is None:
                 elsewhere.append((row, start, crc))
                 continue
+            first = len(views)
             if is_one_run:
-                views = [memory[place : place + nbytes]]
-                ranges.append((start, views[0]))
+                starts.append(start)
+                views.append(memory[place : place + nbytes])
             else:
-                runs = self._runs(row, start, place, memory)
-                views = [view for _, view in runs]
-                ranges += runs
+                from_, to, length = self._runs(row)
+                if (strides := as_rows(from_, to, length)) is not None:
+                    tables.append((start, strides[0], _rows(memory, place, strides[1], len(to), length)))
+                    continue
+                starts += (from_ + start).tolist()
+                views += [memory[at : at + length] for at in (to + place).tolist()]
             if crc != UNKNOWN:
-                checks.append((row, crc, views))
+                checks.append((row, crc, slice(first, len(views))))
         for request in np.unique(plan.request[rows]).tolist():
             if self._memories[request] is not None:
                 self._begin(self._targets[request].key)
-        if ranges:
-            self._source.storage.read_into(path, ranges)
-            traffic += Traffic(sum(len(view) for _, view in ranges), st.count_requests(ranges))
-        for row, crc, views in checks:
+        if views:
+            self._source.storage.read_into(path, list(zip(starts, views, strict=True)))
+            traffic += _traffic(starts, views)
+        for start, stride, table in tables:
+            self._source.storage.read_rows(path, start, stride, table)
+            traffic += Traffic(table.size, len(table))
+        for row, crc, which in checks:
             found = 0
-            for view in views:
+            for view in views[which]:
                 found = isal_zlib.crc32(view, found)
             self._compare(row, found, crc)
         for row, start, crc in elsewhere:
@@ -221,17 +230,12 @@ class _Fetcher:
                 )
         return locations, frozenset(unknown[i] for i in unordered)
 
-    def _runs(self, row: int, start: int, place: int, memory: memoryview) -> list[st.Range]:
-        """The ranges of a part that is several runs."""
-        shape, strides, itemsize = self._shape(row), self._source_strides(row), int(self._itemsizes[row])
+    def _runs(self, row: int) -> tuple[Int64s, Int64s, int]:
+        """A part that is several runs: where they begin in the chunk and in the target, from the first on; bytes."""
         target_strides = self._strides[self._plan.request[row]].tolist()
-        from_, to, length = contiguous_runs(shape, strides, target_strides)
-        nbytes = length * itemsize
-        places = (to * itemsize + place).tolist()
-        return [
-            (at, memory[to_ : to_ + nbytes])
-            for at, to_ in zip((from_ * itemsize + start).tolist(), places, strict=True)
-        ]
+        from_, to, length = contiguous_runs(self._shape(row), self._source_strides(row), target_strides)
+        itemsize = int(self._itemsizes[row])
+        return from_ * itemsize, to * itemsize, length * itemsize
 
     def _fetch_by_slabs(self, path: str, row: int, start: int, crc: int) -> Traffic:
         """A part that does not land in place, slab by slab along its first axis that is longer than 1."""
@@ -248,12 +252,15 @@ class _Fetcher:
             at = start + first * strides[axis] * itemsize
             from_, to, length = contiguous_runs(slab, strides, _row_major(slab))
             nbytes = length * itemsize
-            ranges = [
-                (at + one, memory[two : two + nbytes])
-                for one, two in zip((from_ * itemsize).tolist(), (to * itemsize).tolist(), strict=True)
-            ]
-            self._source.storage.read_into(path, ranges)
-            traffic += Traffic(len(memory), st.count_requests(ranges))
+            if (steps := as_rows(from_ * itemsize, to * itemsize, nbytes)) is not None:
+                table = _rows(memory, 0, steps[1], len(to), nbytes)
+                self._source.storage.read_rows(path, at, steps[0], table)
+                traffic += Traffic(table.size, len(table))
+            else:
+                starts = (from_ * itemsize + at).tolist()
+                views = [memory[two : two + nbytes] for two in (to * itemsize).tolist()]
+                self._source.storage.read_into(path, list(zip(starts, views, strict=True)))
+                traffic += _traffic(starts, views)
             if crc != UNKNOWN:
                 found = isal_zlib.crc32(memory, found)
                 if first + step >= shape[axis]:
@@ -303,6 +310,18 @@ def _view(plan: ReadPlan, row: int, tensor: torch.Tensor) -> torch.Tensor:
     offset, shape = plan.target[row].tolist(), plan.sizes[row].tolist()
     view: torch.Tensor = tensor[tuple(slice(offset[axis], offset[axis] + shape[axis]) for axis in range(tensor.dim()))]
     return view
+
+
+def _rows(memory: memoryview, place: int, stride: int, count: int, length: int) -> npt.NDArray[np.uint8]:
+    """Rows of equal length in a memory, as one table."""
+    flat = np.frombuffer(memory, np.uint8)[place : place + (count - 1) * stride + length]
+    return np.lib.stride_tricks.as_strided(flat, (count, length), (stride, 1))
+
+
+def _traffic(starts: Sequence[int], views: Sequence[memoryview]) -> Traffic:
+    """What was read; ranges that touch are one request."""
+    begin, length = np.array(starts, np.int64), np.fromiter(map(len, views), np.int64, len(views))
+    return Traffic(int(length.sum()), 1 + int(np.count_nonzero(begin[1:] != begin[:-1] + length[:-1])))
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:

@@ -249,3 +249,27 @@ def contiguous_runs(
         source = (source[:, None] + steps * source_strides[axis]).reshape(-1)
         target = (target[:, None] + steps * target_strides[axis]).reshape(-1)
     return source, target, length
+
+
+ROW_BYTES = 16 * 1024
+GAP_BYTES = 8 * 1024
+"""Rows up to this length and this far apart are read as a table: the pages between them are read by any file system."""
+
+FEW_ROWS = 64
+"""Fewer are not worth a table."""
+
+
+def as_rows(source: Int64s, target: Int64s, length: int) -> tuple[int, int] | None:
+    """Strides of runs on both sides, when they are many short ones at equal and small distances: columns of a matrix.
+
+    Args:
+        source, target: (n,) where runs begin, in bytes.
+        length: of each, in bytes.
+    """
+    if len(source) < FEW_ROWS or length > ROW_BYTES:
+        return None
+    from_, to = np.diff(source), np.diff(target)
+    gap = int(from_[0]) - length
+    if not 0 < gap <= GAP_BYTES or to[0] < length or (from_ != from_[0]).any() or (to != to[0]).any():
+        return None
+    return int(from_[0]), int(to[0])

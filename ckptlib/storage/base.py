@@ -17,6 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 Buffer = bytes | bytearray | memoryview
 Range = tuple[int, memoryview]
 """Offset in a file, and the buffer that the bytes from there fill."""
@@ -86,6 +89,12 @@ class Storage(Protocol):
     def read_into(self, path: str, ranges: Sequence[Range]) -> None:
         """Fills each byte buffer from its offset; neighbours in one request. A short read is an `OSError`."""
 
+    def read_rows(self, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Fills the rows of a table of bytes, (n, length), each from `stride` bytes after the one before.
+
+        For very many short rows with small gaps, where a request for each would cost more than its bytes.
+        """
+
     def list(self, path: str) -> list[Entry]:
         """Entries one level below, sorted by name; empty when the directory is absent."""
 
@@ -97,6 +106,11 @@ class Storage(Protocol):
 
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+def ranges_of_rows(offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> list[Range]:
+    """The same as ranges; see `Storage.read_rows`."""
+    return [(offset + i * stride, memoryview(row)) for i, row in enumerate(rows)]  # type: ignore[arg-type]  # a buffer
 
 
 def coalesce(ranges: Sequence[Range]) -> Iterator[list[Range]]:

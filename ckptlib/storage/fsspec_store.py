@@ -12,6 +12,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import base
 from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
@@ -73,6 +76,10 @@ class FsspecStorage:
                 raise StorageError(errno.EIO, f"{self.url(path)}: got {len(data)} of {length} bytes at offset {offset}")
             for at, buffer in group:
                 buffer.cast("B")[:] = data[at - offset : at - offset + len(buffer)]
+
+    def read_rows(self, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+        """One ranged read for each row."""
+        self.read_into(path, base.ranges_of_rows(offset, stride, rows))
 
     def list(self, path: str) -> list[Entry]:
         """One level, by name; caches are dropped first."""

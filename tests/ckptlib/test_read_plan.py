@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from ckptlib import read_plan
 from ckptlib.index import ChunkItem, ItemIndex, Location
-from ckptlib.read_plan import ReadPlan, Requests, contiguous_runs, first_runs, plan_boxes, plan_reads, row_major_strides
+from ckptlib.read_plan import (
+    ReadPlan,
+    Requests,
+    as_rows,
+    contiguous_runs,
+    first_runs,
+    plan_boxes,
+    plan_reads,
+    row_major_strides,
+)
 from ckptlib.sharding import Box
 from ckptlib.tiling import padded
 from tests.support.tilings import boxes_in, coverage, guillotine, shapes, slices
@@ -101,6 +110,18 @@ def test_runs_are_as_long_as_both_layouts_allow(data: st.DataObject, shape: tupl
     source, target, length = contiguous_runs(common.shape, strides_of(chunk.shape), strides_of(request.shape))
     touching = (np.diff(source) == length) & (np.diff(target) == length)
     assert not touching.any()
+
+
+def test_many_short_runs_a_short_way_apart_are_rows_of_a_table() -> None:
+    columns, close = np.arange(64) * 2048, np.arange(64) * 512
+    assert as_rows(columns, close, 512) == (2048, 512)
+    assert as_rows(columns[:63], close[:63], 512) is None, "too few"
+    assert as_rows(columns * 16, close, 512) is None, "the pages between them would be read for nothing"
+    assert as_rows(columns * 16, close * 64, 20_000) is None, "each is worth a request"
+    assert as_rows(close, columns, 512) is None, "one part of the file"
+    uneven = columns + (np.arange(64) > 20) * 100
+    assert as_rows(uneven, close, 512) is None
+    assert as_rows(columns, uneven, 512) is None
 
 
 def test_known_boxes_of_chunks_are_a_plan_too() -> None:

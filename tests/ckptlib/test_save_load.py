@@ -265,18 +265,45 @@ def test_any_sharding_is_loaded_into_any_other_reading_only_what_is_needed(
     assert torch.equal(ckptlib.read(url)["w"], whole)
 
 
+def test_columns_of_a_matrix_are_read_exactly_into_any_memory(url: str) -> None:
+    """R3: very many short runs, into dense, strided and transposed memory and through a cast, read as a table."""
+    whole = torch.arange(300.0 * 40).reshape(300, 40)
+    halves = [
+        ShardedTensor.from_rank_offsets("w", part.contiguous(), (1, i, 2)) for i, part in enumerate(whole.chunk(2, 1))
+    ]
+    ckptlib.save({"w": halves}, url, iteration=1)
+    for target in (
+        torch.zeros(300, 10),
+        torch.zeros(300, 17)[:, 3:13],
+        torch.zeros(10, 300).t(),
+        torch.zeros(300, 10).double(),
+    ):
+        wanted = ShardedTensor.from_box("w", target, (300, 40), (0, 15))
+        report = ckptlib.load({"w": wanted}, url, check_coverage=False, cast=True)
+        assert torch.equal(target, whole[:, 15:25].to(target.dtype))
+        assert report.bytes_read == report.bytes_needed == 300 * 10 * 4
+
+
 def test_rows_of_a_padded_vocabulary_are_zero_filled_or_dropped(url: str) -> None:
     """`allow_shape_mismatch`, as Megatron uses it for word embeddings."""
     rows = torch.arange(1.0, 13).reshape(6, 2)
     ckptlib.save({"e": ShardedTensor("e", rows, (6, 2), Box.whole((6, 2)))}, url, iteration=1)
     larger = torch.full((4, 2), -1.0)
-    ckptlib.load({"e": ShardedTensor("e", larger, (8, 2), Box((4, 0), (4, 2)), allow_shape_mismatch=True)}, url, check_coverage=False)
+    ckptlib.load(
+        {"e": ShardedTensor("e", larger, (8, 2), Box((4, 0), (4, 2)), allow_shape_mismatch=True)},
+        url,
+        check_coverage=False,
+    )
     assert torch.equal(larger, torch.cat([rows[4:], torch.zeros(2, 2)]))
     smaller = torch.full((4, 2), -1.0)
     ckptlib.load({"e": ShardedTensor("e", smaller, (4, 2), Box.whole((4, 2)), allow_shape_mismatch=True)}, url)
     assert torch.equal(smaller, rows[:4])
     beyond = torch.full((2, 2), -1.0)
-    ckptlib.load({"e": ShardedTensor("e", beyond, (8, 2), Box((6, 0), (2, 2)), allow_shape_mismatch=True)}, url, check_coverage=False)
+    ckptlib.load(
+        {"e": ShardedTensor("e", beyond, (8, 2), Box((6, 0), (2, 2)), allow_shape_mismatch=True)},
+        url,
+        check_coverage=False,
+    )
     assert torch.equal(beyond, torch.zeros(2, 2))
 
 

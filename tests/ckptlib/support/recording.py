@@ -237,6 +237,10 @@ class RecordingStorage:
                 raise StorageError(errno.EIO, f"{path}: got {len(part)} of {len(view)} bytes at offset {offset}")
             view[:] = part
 
+    def read_rows(self, path: str, offset: int, stride: int, rows: Any) -> None:
+        """One step."""
+        self.read_into(path, base.ranges_of_rows(offset, stride, rows))
+
     def list(self, path: str) -> list[Entry]:
         """One step."""
         return list(self._do("list", path))
