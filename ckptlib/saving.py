@@ -26,14 +26,12 @@ from ckptlib.errors import (
     SaveAbortedError,
     StateError,
 )
-from ckptlib.manifest import Begin, Decision, RankRecord
+from ckptlib.manifest import Begin, Decision
+from ckptlib.packing import pack, write_package
 from ckptlib.pieces import LocalPlan, PieceTable
-from ckptlib.plan import values_digest
 from ckptlib.planning import Offer, PlanCache, Share
-from ckptlib.safe_pickle import dump_object
 from ckptlib.state import FlatState
 from ckptlib.value_digest import value_digest
-from ckptlib.writer import RankFiles, leaf_part, serialise_objects, write_rank_files
 
 log = logging.getLogger("ckptlib")
 
@@ -246,28 +244,9 @@ def _write(
     request: SaveRequest, begin: Begin, share: Share, rank: int, value_digests: Mapping[str, str]
 ) -> tuple[int, int]:
     """One rank's part: serialise, write, record. Returns bytes and number of data files."""
-    started = time.perf_counter()
-    mine = share.mine
-    flat = request.flat
     # Everything that can be refused is refused before the first byte.
-    blobs = serialise_objects(flat, mine.objects, mine.values)
-    common = dump_object(flat.common(), "common state") if rank == 0 else None
-    leaves = [leaf_part(flat.tensors[part.piece], part) for part in mine.parts]
-    written: RankFiles = write_rank_files(request.storage, request.path, begin.save_id, rank, blobs, leaves)
-    files = written.files
-    if common is not None:
-        files += (commit.write_common(request.storage, request.path, begin.save_id, common),)
-    record = RankRecord(
-        save_id=begin.save_id,
-        rank=rank,
-        world_size=begin.world_size,
-        plan_digest=begin.plan_digest,
-        files=files,
-        items=written.items(),
-        values_digest=values_digest(value_digests, share.shared_values),
-        seconds=time.perf_counter() - started,
-    )
-    commit.publish_record(request.storage, request.path, record)
+    package = pack(request.flat, share, value_digests, leads=rank == 0)
+    written = write_package(request.storage, request.path, begin, rank, package)
     return written.nbytes, len(written.files)
 
 
