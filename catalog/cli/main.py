@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from catalog.cli import db, init, ls, resume, runs, scan, show, verify
+from catalog.cli import db, estimate, init, ls, resume, runs, scan, show, verify
 from catalog.cli.context import Cli
 from catalog.cli.group import Program
 from catalog.cli.logs import log_to_stderr
@@ -81,6 +81,7 @@ app.command("show")(show.show)
 app.command("verify")(verify.verify)
 app.command("resume")(resume.resume)
 app.command("scan")(scan.scan)
+app.command("estimate")(estimate.estimate)
 
 
 def main() -> None:

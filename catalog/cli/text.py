@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from decimal import ROUND_HALF_EVEN, ROUND_HALF_UP, Decimal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def size(count: int) -> str:
@@ -21,6 +23,33 @@ def size(count: int) -> str:
         return f"{count} B"
     texts = (f"{value:.{digits}f}" for digits in (2, 1, 0))
     return f"{next((text for text in texts if len(text) <= 4), str(round(value)))} {UNITS[unit]}"
+
+
+def decimal_size(count: int) -> str:
+    """Bytes in powers of ten, as networks and filesystems are rated: ``410 MB``, ``26.3 GB``, ``105 GB``, ``15 GB``.
+
+    Whole numbers; from GB on with one decimal below 100.
+    """
+    value, unit = Decimal(count), 0
+    while value >= Decimal("999.5") and unit < len(DECIMAL_UNITS) - 1:
+        value /= 1000
+        unit += 1
+    digits = Decimal("0.1") if unit >= 3 and value < 100 else Decimal(1)
+    return f"{_bare(value.quantize(digits, ROUND_HALF_UP))} {DECIMAL_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """A time that is known by its order of magnitude, with two digits: ``16 ms``, ``1.2 s``, ``8.5 min``, ``13 h``."""
+    scales = ((1.0, "ms", 0.001), (120.0, "s", 1.0), (7200.0, "min", 60.0), (172_800.0, "h", 3600.0))
+    unit, scale = next(((unit, scale) for below, unit, scale in scales if seconds < below), ("d", 86_400.0))
+    value = Decimal(str(seconds / scale))
+    digits = Decimal(1).scaleb(max(value.adjusted() - 1, -3) if value else 0)
+    return f"{_bare(value.quantize(digits, ROUND_HALF_EVEN))} {unit}"
+
+
+def percent(share: float) -> str:
+    """A share with two digits: ``0.21 %``, ``5.3 %``, ``16 %``."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def local_minute(moment: datetime | None) -> str:
@@ -68,6 +97,12 @@ def paragraphs(message: str) -> str:
 def count(amount: int, noun: str) -> str:
     """``1 checkpoint``, ``3 checkpoints``."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def _bare(value: Decimal) -> str:
+    """Without exponent and without zeros after the last digit: ``110``, ``15``, ``1.2``."""
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _aware(moment: datetime) -> datetime:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from catalog.cli import db, init, resume, scan, show, verify_views, views
+from catalog.cli import db, estimate, init, resume, scan, show, verify_views, views
 from catalog.cli.exits import ExitCode
 from catalog.cli.main import app
 from catalog.cli.verify import Level
@@ -41,6 +41,9 @@ VIEWS: list[type[Any]] = [
     resume.CandidateView,
     scan.ScanView,
     scan.ItemView,
+    estimate.EstimateView,
+    estimate.StallView,
+    estimate.AssumptionView,
 ]
 
 
@@ -76,6 +79,7 @@ def test_every_documented_verb_and_option_exists(ckpt: Ckpt) -> None:
         "verify",
         "resume",
         "scan",
+        "estimate",
         "flows",
     }
     for line in tree.splitlines():

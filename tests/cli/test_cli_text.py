@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from catalog.cli import text
 from catalog.cli.arguments import FLAGS, VALUED, hoist, output_format
-from catalog.cli.durations import parse_since
+from catalog.cli.durations import parse_duration, parse_since
 from catalog.cli.selector import Selector, parse
 
 
@@ -138,6 +138,56 @@ def test_every_size_is_right_within_its_digits(count: int) -> None:
     assert float(value) * 1024 ** text.UNITS.index(unit) == pytest.approx(count, rel=0.006)
 
 
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (58_593_750, "59 MB"),
+        (999_600_000, "1 GB"),
+        (3_281_250_000, "3.3 GB"),
+        (26_250_000_000, "26.3 GB"),
+        (15_000_000_000, "15 GB"),
+        (105_000_000_000, "105 GB"),
+        (5 * 10**21, "5000 EB"),
+    ],
+)
+def test_decimal_sizes_are_whole_numbers_and_from_gb_on_have_one_decimal_below_a_hundred(
+    count: int, expected: str
+) -> None:
+    assert text.decimal_size(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.0, "0 ms"),
+        (1e-6, "0.001 ms"),
+        (0.01640625, "16 ms"),
+        (0.5, "500 ms"),
+        (1.05, "1 s"),
+        (1.26, "1.3 s"),
+        (13.125, "13 s"),
+        (119.0, "120 s"),
+        (972.0, "16 min"),
+        (7200.0, "2 h"),
+        (36_000.0, "10 h"),
+        (172_800.0, "2 d"),
+        (1e9, "12000 d"),
+    ],
+)
+def test_a_duration_has_two_digits_in_the_unit_that_fits(seconds: float, expected: str) -> None:
+    assert text.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, "0 %"), (0.00095, "0.095 %"), (0.0272, "2.7 %"), (0.16, "16 %"), (1.0, "100 %")]
+)
+def test_a_share_has_two_digits(share: float, expected: str) -> None:
+    assert text.percent(share) == expected
+
+
 @pytest.mark.usefixtures("berlin")
 def test_people_get_local_time_with_its_zone_and_programs_get_utc() -> None:
     moment = datetime(2026, 11, 29, 10, 15, 7, 123456, tzinfo=UTC)
@@ -171,6 +221,14 @@ def test_metrics_have_four_digits(value: float, expected: str) -> None:
 )
 def test_a_point_in_time_is_a_duration_or_a_date(value: str, expected: object) -> None:
     assert parse_since(value) == expected
+
+
+def test_a_duration_alone_is_no_date_and_has_a_unit() -> None:
+    assert parse_duration("500ms") == timedelta(milliseconds=500)
+    assert parse_duration("1.5d") == timedelta(hours=36)
+    for wrong in ("", "5", "5m", "-5s", "2026-11-29", "1e999d", "9999999999999w"):
+        with pytest.raises(ValueError, match="is not a duration"):
+            parse_duration(wrong)
 
 
 @pytest.mark.usefixtures("berlin")
