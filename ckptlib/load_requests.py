@@ -13,6 +13,7 @@ import torch
 from ckptlib.errors import DtypeMismatchError, ShapeMismatchError, StateError, TilingError
 from ckptlib.fetch import Target
 from ckptlib.formats import torch_dist
+from ckptlib.index import TensorInfo
 from ckptlib.load_options import MAIN_PARAMS, LoadOptions, Renames, check_cast, leaves_of
 from ckptlib.read_plan import ReadPlan, Requests, plan_reads
 from ckptlib.sharding import Box
@@ -127,24 +128,28 @@ def _ask_for_main_params(source: Source, flat: FlatState) -> frozenset[str]:
     return frozenset(taken)
 
 
-def plan_leaves(source: Source, leaves: Sequence[TensorLeaf], options: LoadOptions | None = None) -> ReadPlan:
+def plan_leaves(
+    source: Source, leaves: Sequence[TensorLeaf], stored: Sequence[TensorInfo], options: LoadOptions | None = None
+) -> ReadPlan:
     """The reads that fill leaves; checks R4 for them.
+
+    Args:
+        stored: what the index says of each.
 
     Raises:
         ShapeMismatchError, DtypeMismatchError, TilingError: name the tensor, what is stored and what is wanted.
     """
     index, url = source.index, source.url
     wanted = np.array([leaf.box.volume for leaf in leaves], np.int64)
-    for i, leaf in enumerate(leaves):
-        info = index.tensor(leaf.key)
+    for i, (leaf, info) in enumerate(zip(leaves, stored, strict=True)):
         if info.shape != leaf.global_shape:
             if not (leaf.allow_shape_mismatch and len(info.shape) == len(leaf.global_shape)):
                 raise ShapeMismatchError(
                     f"tensor {leaf.key!r}: {url} holds the global shape {info.shape}, the state wants "
                     f"{leaf.global_shape}"
                 )
-            stored = leaf.box.intersect(Box.whole(info.shape))
-            wanted[i] = 0 if stored is None else stored.volume
+            common = leaf.box.intersect(Box.whole(info.shape))
+            wanted[i] = 0 if common is None else common.volume
         if info.dtype != leaf.dtype:
             _check_dtype(leaf, info.dtype, url, options)
     plan = plan_reads(index, Requests.build([leaf.key for leaf in leaves], [leaf.box for leaf in leaves]))
@@ -156,14 +161,14 @@ def plan_leaves(source: Source, leaves: Sequence[TensorLeaf], options: LoadOptio
     return plan
 
 
-def target_of(source: Source, leaf: TensorLeaf) -> Target:
+def target_of(leaf: TensorLeaf, stored: TensorInfo) -> Target:
     """Where a leaf's elements go: its tensor with its box's axes; prepended ones have size 1."""
     tensor = leaf.tensor
     for _ in range(len(leaf.box.shape) - tensor.dim()):
         tensor = tensor.unsqueeze(0)
     if tuple(tensor.shape) != leaf.box.shape:
         raise StateError(f"tensor {leaf.key!r}: local shape {tuple(tensor.shape)} is not its box {leaf.box}")
-    return Target(leaf.key, tensor, dtype_of(source.index.tensor(leaf.key).dtype))
+    return Target(leaf.key, tensor, dtype_of(stored.dtype))
 
 
 def _check_dtype(leaf: TensorLeaf, stored: str, url: str, options: LoadOptions | None) -> None:

@@ -95,6 +95,7 @@ class PreparedLoad:
     Attributes:
         ignore: names stored keys that are not unexpected.
         present: the tensors that are stored, and their `targets`: the requests of `plan`.
+        padded: those whose stored shape is another one: what is not stored of them becomes zero.
     """
 
     source: Source
@@ -104,6 +105,7 @@ class PreparedLoad:
     report: LoadReport
     present: list[TensorLeaf] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    padded: list[TensorLeaf] = field(default_factory=list)
     plan: ReadPlan | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     changed: dict[str, None] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class PreparedLoad:
     def request(self, plans: PlanCache) -> Request:
         """What this rank asks for."""
         keys = self.wanted.keys()
-        bits = np.packbits([key in keys for key in self._stored_keys()]).tobytes()
+        bits = np.packbits(np.array([key in keys for key in self._stored_keys()], np.bool_)).tobytes()
         return Request(bits, self.wanted.idle, plans.offer(self.local))
 
     @functools.cached_property
@@ -147,8 +149,10 @@ class PreparedLoad:
         self._compare_keys()
         absent = set(report.missing)
         self.present = [leaf for leaf in flat.tensors if leaf.key not in absent]
-        self.plan = plan_leaves(source, self.present, self.options)
-        self.targets = [target_of(source, leaf) for leaf in self.present]
+        stored = [source.index.tensor(leaf.key) for leaf in self.present]
+        self.plan = plan_leaves(source, self.present, stored, self.options)
+        self.targets = [target_of(leaf, info) for leaf, info in zip(self.present, stored, strict=True)]
+        self.padded = [leaf for leaf, info in zip(self.present, stored, strict=True) if info.shape != leaf.global_shape]
         report.cast = sorted({target.key for target in self.targets if target.dtype != target.tensor.dtype})
         report.bytes_needed = _payload(self.plan, self.targets)
         if self.options.load_parallelism is not None:
@@ -211,10 +215,9 @@ class PreparedLoad:
 
     def _fill_tensors(self, plan: ReadPlan) -> Traffic:
         """Zeroes the tensors that the stored ones do not fill, then reads."""
-        for leaf in self.present:
-            if self.source.index.tensor(leaf.key).shape != leaf.global_shape:
-                self.changed[leaf.key] = None
-                leaf.tensor.zero_()
+        for leaf in self.padded:
+            self.changed[leaf.key] = None
+            leaf.tensor.zero_()
         return fetch_all(self.source, plan, self.targets, self.changed.setdefault)
 
     def _compare_keys(self) -> None:

@@ -116,10 +116,10 @@ def read(
     unknown = [key for key in keys or () if key not in source.index]
     if unknown:
         raise KeyMismatchError(f"{source.url}: no tensor {', '.join(map(repr, unknown[:8]))}", missing=unknown)
-    infos = map(source.index.tensor, source.index.keys if keys is None else dict.fromkeys(keys))
+    stored = [source.index.tensor(key) for key in (source.index.keys if keys is None else dict.fromkeys(keys))]
     leaves = [
         TensorLeaf(info.key, torch.empty(info.shape, dtype=dtype_of(info.dtype)), info.shape, Box.whole(info.shape))
-        for info in infos
+        for info in stored
     ]
-    fetch_all(source, plan_leaves(source, leaves), [target_of(source, leaf) for leaf in leaves])
+    fetch_all(source, plan_leaves(source, leaves, stored), list(map(target_of, leaves, stored)))
     return {leaf.key: leaf.tensor for leaf in leaves}
