@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ckptlib import records
 from ckptlib.errors import RecordError, StateError, VersionError
+from ckptlib.tiling import sorted_rows
 
 MAGIC = b"CKPTIDX1"
 
@@ -126,8 +127,13 @@ def assemble(items: Rows) -> tuple[Names, Columns]:
         )
         raise StateError(f"tensor {items.keys[row]!r}: one rank says {one}, another {two}")
     file = file_number[items.file]
-    columns_of_offset = [items.offsets[:, axis] for axis in reversed(range(items.offsets.shape[1]))]
-    order = np.lexsort((items.locations[:, 0], file, *columns_of_offset, key[items.rows]))
+    row_key = key[items.rows]
+    order = sorted_rows(row_key, *items.offsets.T)
+    again = (row_key[order[1:]] == row_key[order[:-1]]) & (items.offsets[order[1:]] == items.offsets[order[:-1]]).all(
+        axis=1
+    )
+    if again.any():  # chunks without elements, or what a check of the tiling will refuse: in a definite order too
+        order = sorted_rows(row_key, *items.offsets.T, file, items.locations[:, 0])
     counts = np.bincount(key[items.rows], minlength=len(keys))
     object_keys, object_number = _numbered(items.object_keys)
     object_order = np.argsort(object_number, kind="stable")

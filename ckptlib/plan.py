@@ -23,7 +23,7 @@ import numpy as np
 
 from ckptlib.errors import DisagreementError, TilingError
 from ckptlib.pieces import CHOOSE, COPY, MAIN, Int64s, LocalPlan, PieceTable
-from ckptlib.tiling import Boxes, check_tilings, stacked
+from ckptlib.tiling import Boxes, check_tilings, sorted_rows, stacked
 
 SPLIT_MIN_BYTES = 1024 * 1024
 """Copies of less are never cut: a container costs 1.5 kB and a request."""
@@ -205,7 +205,8 @@ def _assign(pieces: _Pieces, world_size: int) -> tuple[Int64s, Boxes, Int64s]:
     # An empty shard of a tensor that has elements is nothing to write.
     empty = (pieces.sizes == 0).any(axis=1) & (pieces.row_shapes != 0).all(axis=1)
     rows = np.flatnonzero(~empty)
-    order = rows[np.lexsort((*_columns(pieces.sizes[rows]), *_columns(pieces.offsets[rows]), pieces.key[rows]))]
+    offsets, sizes = pieces.offsets[rows], pieces.sizes[rows]
+    order = rows[sorted_rows(pieces.key[rows], *offsets.T, *sizes.T)]
     groups = _Groups.of(pieces, order)
     rank, piece = pieces.rank, pieces.piece
     load = np.zeros(world_size, np.int64)
@@ -214,7 +215,7 @@ def _assign(pieces: _Pieces, world_size: int) -> tuple[Int64s, Boxes, Int64s]:
     zeros = np.zeros_like(alone)
     whole = np.stack([rank[alone], piece[alone], zeros, zeros, pieces.sizes[alone, 0], alone], axis=1)
     parts = np.concatenate([whole, _choose(pieces, order, groups, load)])
-    parts = parts[np.lexsort((parts[:, 3], parts[:, 1], parts[:, 0]))]
+    parts = parts[sorted_rows(parts[:, 0], parts[:, 1], parts[:, 3])]
     source = parts[:, 5]
     offsets, sizes = pieces.offsets[source], pieces.sizes[source]
     at = (np.arange(len(source)), parts[:, 2])
@@ -318,11 +319,6 @@ def _choose(pieces: _Pieces, order: Int64s, groups: _Groups, load: Int64s) -> In
     load[:] = loads
     rows = order[picked]
     return np.stack([pieces.rank[rows], pieces.piece[rows], axis[group], begin, end, rows], axis=1)
-
-
-def _columns(table: Int64s) -> list[Int64s]:
-    """The columns of a table, as `numpy.lexsort` wants them: the most significant last."""
-    return [table[:, axis] for axis in reversed(range(table.shape[1]))]
 
 
 # --- objects, values, names -------------------------------------------------------------------------------------------

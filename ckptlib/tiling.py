@@ -56,6 +56,12 @@ def stacked(tables: Sequence[Int64s], axes: int, fill: int) -> Int64s:
     return out
 
 
+def sorted_rows(*columns: Int64s) -> Int64s:
+    """Row numbers in lexical order, the first column most significant. A column of one value costs no sort."""
+    varying = [column for column in columns if len(column) and column.min() != column.max()]
+    return np.lexsort(varying[::-1]) if varying else np.arange(len(columns[0]))
+
+
 def check_tiling(key: str, global_shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Checks that boxes cover a tensor exactly once. See `check_tilings`."""
     ndim = len(global_shape)
