@@ -214,7 +214,7 @@ def _open_foreign(storage: st.Storage, path: str) -> Source:
         )
     # The index first: what is hostile or damaged in it is that, and not merely incomplete.
     index = torch_dist.read_index(storage, path)
-    complete, reason = formats.is_foreign_complete(storage, path, format_)
+    complete, reason = formats.is_foreign_complete(storage, path, format_, index)
     if not complete:
         raise UncommittedError(f"{url}: incomplete {format_} checkpoint: {reason}")
     return Source(storage, path, format_, index, None)

@@ -14,6 +14,7 @@ from ckptlib import storage as st
 from ckptlib.errors import CkptError, NotACheckpointError
 from ckptlib.formats import torch_dist
 from ckptlib.formats.metadata import METADATA
+from ckptlib.index import ItemIndex
 
 __all__ = ["is_foreign_complete", "sniff", "sniff_beside"]
 
@@ -62,12 +63,15 @@ def sniff_beside(storage: st.Storage, path: str, saves: Sequence[_Save]) -> str 
     return sniff(storage, path)
 
 
-def is_foreign_complete(storage: st.Storage, path: str, format: str) -> tuple[bool, str]:
+def is_foreign_complete(
+    storage: st.Storage, path: str, format: str, index: ItemIndex | None = None
+) -> tuple[bool, str]:
     """R1 for a foreign checkpoint: its format's marker, and every file that its metadata names, with enough bytes.
 
     Args:
         path: the iteration directory.
         format: what `sniff` said.
+        index: the checkpoint's, if it is at hand.
 
     Returns:
         Whether it is complete, and if not, why: for people. Hostile and damaged metadata are a reason, not an error.
@@ -80,7 +84,7 @@ def is_foreign_complete(storage: st.Storage, path: str, format: str) -> tuple[bo
     try:
         if format == "torch_dist":
             check_marker(storage, path)
-        index = torch_dist.read_index(storage, path)
+        index = torch_dist.read_index(storage, path) if index is None else index
         ends = torch_dist.file_ends(index)
         for name, end in ends.items():
             size = storage.stat(st.join(path, name))

@@ -194,7 +194,9 @@ def conversion_note(form: str) -> str:
         "dp_zero_gather_scatter": "one gathered object per data-parallel group (Megatron-Core up to 0.14)",
     }[form]
     return (
-        f"its optimizer state is stored as {form}: {what}. It needs conversion to fully_reshardable before it is loaded"
+        f"its optimizer state is stored as {form}: {what}. It needs conversion to fully_reshardable before it is "
+        "loaded: resume it with Megatron-LM at the TP and PP that wrote it and save with "
+        "--dist-ckpt-optim-fully-reshardable, or with ckptlib.integrations.megatron. Weights alone load as they are"
     )
 
 

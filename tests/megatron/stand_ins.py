@@ -1,11 +1,13 @@
 """What Megatron-Core imports and a CPU on Python 3.11 lacks. Import this before `megatron`.
 
-Nothing here runs while a checkpoint is loaded: Triton kernels are only *defined* at import, `typing.override` (3.12)
-only marks a method, and what `torch.compile` would compile belongs to layers.
+Nothing of `install` runs while a checkpoint is loaded: Triton kernels are only *defined* at import, `typing.override`
+(3.12) only marks a method, and what `torch.compile` would compile belongs to layers. Models and optimizers need
+`install_runtime` too: they ask for the current GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -49,3 +51,31 @@ def install() -> None:
         vars(torch)["compile"] = _leave_uncompiled  # its real one would look for Triton's compiler
     # Each of its modules warns that an accelerated implementation (Transformer Engine, Apex) is absent.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+
+
+def install_runtime() -> None:
+    """Lets models and optimizers that ask for a GPU have the CPU: after `install`, before `megatron`."""
+    cuda = vars(torch.cuda)
+    cuda["current_device"] = lambda: "cpu"
+    cuda["synchronize"] = lambda *_: None
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
+        vars(torch)[name] = _on_cpu(getattr(torch, name))
+    named = torch.Tensor.type
+    torch.Tensor.type = (  # type: ignore[method-assign]
+        lambda self, *to, **options: (
+            named(self, *to, **options)
+            if to or options
+            else typing.cast(str, named(self)).replace("torch.", "torch.cuda.")
+        )
+    )
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _on_cpu(make: typing.Any) -> typing.Any:
+    @functools.wraps(make)
+    def made(*args: typing.Any, **options: typing.Any) -> typing.Any:
+        if "cuda" in str(options.get("device", "")):
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made
