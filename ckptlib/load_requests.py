@@ -15,10 +15,11 @@ from ckptlib.fetch import Target
 from ckptlib.formats import torch_dist
 from ckptlib.index import TensorInfo
 from ckptlib.load_options import MAIN_PARAMS, LoadOptions, Renames, check_cast, leaves_of
-from ckptlib.read_plan import ReadPlan, Requests, plan_reads
+from ckptlib.read_plan import Int64s, ReadPlan, Requests, plan_reads
 from ckptlib.sharding import Box
 from ckptlib.source import Source
 from ckptlib.state import Finisher, FlatState, TensorLeaf, dtype_of, flatten
+from ckptlib.tiling import Boxes, check_tilings
 
 _OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer(?:\.|$)")
 
@@ -152,13 +153,29 @@ def plan_leaves(
             wanted[i] = 0 if common is None else common.volume
         if info.dtype != leaf.dtype:
             _check_dtype(leaf, info.dtype, url, options)
-    plan = plan_reads(index, Requests.build([leaf.key for leaf in leaves], [leaf.box for leaf in leaves]))
+    requests = Requests.build([leaf.key for leaf in leaves], [leaf.box for leaf in leaves])
+    plan = plan_reads(index, requests)
     lacking = wanted - plan.covered(len(leaves))
     if lacking.any():
         i = int(np.flatnonzero(lacking)[0])
         what = "has no chunk for" if lacking[i] > 0 else "has more than one chunk for"
         raise TilingError(f"tensor {leaves[i].key!r}: {url} {what} {abs(lacking[i])} elements of {leaves[i].box}")
+    if source.manifest is None:
+        _check_disjoint(plan, requests, wanted, url)
     return plan
+
+
+def _check_disjoint(plan: ReadPlan, requests: Requests, wanted: Int64s, url: str) -> None:
+    """Parts that add up to a request may still overlap and leave a hole: not in our saves (W3), in others' perhaps."""
+    several = np.flatnonzero(np.bincount(plan.request, minlength=len(requests)) > 1)
+    several = several[wanted[several] == requests.sizes[several].prod(axis=1)]  # not those that are padded
+    rows = np.flatnonzero(np.isin(plan.request, several))
+    boxes = Boxes(np.searchsorted(several, plan.request[rows]), plan.target[rows], plan.sizes[rows])
+    keys = [requests.keys[i] for i in several.tolist()]
+    try:
+        check_tilings(keys, requests.sizes[several], np.full(len(several), requests.axes), boxes)
+    except TilingError as error:
+        raise TilingError(f"{url}: its chunks do not fit together: {error}") from error
 
 
 def target_of(leaf: TensorLeaf, stored: TensorInfo) -> Target:

@@ -30,7 +30,11 @@ from ckptlib.errors import (
     UnsupportedError,
     VersionError,
 )
+from ckptlib.index import ChunkItem, ItemIndex, Location
+from ckptlib.load_requests import plan_leaves
 from ckptlib.sharding import Box
+from ckptlib.source import Source
+from ckptlib.state import TensorLeaf
 from tests.support.roots import crash_at, files_of
 from tests.support.trees import assert_same
 
@@ -167,6 +171,17 @@ def test_a_damaged_object_is_named_before_anything_changes(free: str) -> None:
         ckptlib.load(state, free)
     assert state["cells"].data is None
     assert state["w"].sum() == 0
+
+
+def test_chunks_of_others_that_overlap_and_leave_a_hole_are_found_though_they_add_up() -> None:
+    """R4: four elements of four, one of them twice."""
+    index = ItemIndex.build(
+        ChunkItem("t", "float32", (4,), Box((start,), (2,)), Location("f", start, 100)) for start in (0, 1)
+    )
+    source = Source(ckptlib.storage.PosixStorage(), "/nowhere", "torch_dcp", index, None)
+    leaf = TensorLeaf("t", torch.zeros(4), (4,), Box.whole((4,)))
+    with pytest.raises(TilingError, match=r"do not fit together: tensor 't': \[0:2\] and \[1:3\] overlap"):
+        plan_leaves(source, [leaf], [index.tensor("t")])
 
 
 def test_small_values_come_with_the_index_whatever_became_of_the_data(url: str) -> None:
