@@ -273,6 +273,8 @@ class _Walker:
         key = dotted(path)
         self._claim(key, path)
         for placed in torch_leaves.place(key, tensor):
+            if self._stored is not None:
+                torch_leaves.check_fillable(key, placed.tensor)
             self._flat.tensors.append(TensorLeaf(key, placed.tensor, placed.global_shape, placed.box))
 
     def _sharded_tensor(self, path: Path, value: ShardedTensor) -> None:
@@ -281,6 +283,8 @@ class _Walker:
         if value.box.volume and is_main_replica(value.replica_id):
             self._claim(f"{value.key} {value.box}", path)
         torch_leaves.check_plain(value.key, value.data)
+        if self._stored is not None:
+            torch_leaves.check_fillable(value.key, value.data)
         self._flat.tensors.append(
             TensorLeaf(
                 value.key,
@@ -295,6 +299,8 @@ class _Walker:
     def _claim(self, key: str, path: Path) -> None:
         if not key:
             raise StateError("state: the empty name is not allowed")
+        if not key.isascii() and not _is_text(key):
+            raise StateError(f"state: the name {key!r} is no text: it has half of a surrogate pair in it")
         if key in self._seen:
             raise StateError(f"two leaves are named {key!r}: at {self._seen[key]} and at {dotted(path)}")
         self._seen[key] = dotted(path)
@@ -356,6 +362,14 @@ def _holds_placed(value: Any) -> bool:
             return any(map(_holds_placed, value))
         case _:
             return _is_stateful(value)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_stateful(value: Any) -> bool:

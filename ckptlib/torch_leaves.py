@@ -82,7 +82,29 @@ def check_plain(key: str, tensor: torch.Tensor) -> None:
     try:
         template(tensor.dtype, ())
     except UnsupportedError as error:
-        raise StateError(f"tensor {key!r}: {tensor.dtype} cannot be saved: {error}") from error
+        raise StateError(
+            f"tensor {key!r}: {tensor.dtype} cannot be saved, torch itself has no form for it; save its bytes: "
+            "tensor.view(torch.uint8)"
+        ) from error
+
+
+def check_fillable(key: str, tensor: torch.Tensor) -> None:
+    """Refuses to fill a tensor in which two elements share memory, such as an expanded one.
+
+    Raises:
+        StateError: names `key`.
+    """
+    if tensor.is_contiguous():
+        return
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise StateError(
+                    f"tensor {key!r}: several of its elements share memory (shape {tuple(tensor.shape)}, strides "
+                    f"{tensor.stride()}), so it cannot be filled; clone it first"
+                )
+            reach += (size - 1) * stride
 
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
