@@ -8,6 +8,7 @@ Anything else (another device, another dtype) goes through a scratch tensor of a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ READERS = 4
 """Batches that are read side by side: enough to keep a disk and some cores busy, few enough for 16 ranks on a host."""
 
 BATCH_BYTES = 32 * 1024 * 1024
-"""Neighbours in a file that one reader takes together."""
+"""Neighbours in a file that one reader takes together. Longer runs are cut, for several readers."""
 
 SCRATCH_BYTES = 32 * 1024 * 1024
 """What does not land in place is read in slabs of about this size."""
@@ -114,6 +115,15 @@ def _take_from_index(
     return total
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One of `count` slices of `BATCH_BYTES`, the last one shorter, of a part that is one large run."""
+
+    row: int
+    number: int
+    count: int
+
+
 class _Fetcher:
     """One load: the plan in file order, and for each of its rows where it begins on both sides."""
 
@@ -135,25 +145,64 @@ class _Fetcher:
         self._nbytes = volumes * self._itemsizes
         self._is_one_run = length == volumes
         self._whole = plan.whole
+        self._lock = threading.Lock()
+        self._slices: dict[int, dict[int, int]] = {}
 
-    def batches(self) -> Iterator[slice]:
-        """Cuts the plan where the file changes and where a batch is large enough."""
+    def batches(self) -> Iterator[slice | _Slice]:
+        """Cuts the plan where the file changes and where a batch is large enough; and runs that are very large."""
         if not len(self._plan):
             return
         filled = np.cumsum(self._nbytes)
+        direct = np.array([memory is not None for memory in self._memories], bool)[self._plan.request]
+        large = np.flatnonzero(
+            direct & self._is_one_run & (self._nbytes >= 2 * BATCH_BYTES) & (self._plan.locations[:, 2] != UNKNOWN)
+        )
         new_file = np.flatnonzero(np.diff(self._plan.file)) + 1
+        alone = {*large.tolist()}
         start = 0
-        for stop in [*new_file.tolist(), len(self._plan)]:
+        for stop in sorted({*new_file.tolist(), *alone, *(row + 1 for row in alone), len(self._plan)}):
+            if start in alone:
+                count = -(-int(self._nbytes[start]) // BATCH_BYTES)
+                yield from (_Slice(start, number, count) for number in range(count))
+                start = stop
             while start < stop:
                 before = int(filled[start - 1]) if start else 0
                 end = min(stop, int(np.searchsorted(filled, before + BATCH_BYTES)) + 1)
                 yield slice(start, end)
                 start = end
 
-    def fetch(self, rows: slice) -> Traffic:
-        """Reads rows that lie in one file."""
+    def fetch(self, batch: slice | _Slice) -> Traffic:
+        """Reads rows that lie in one file, or a slice of one of them."""
+        return self._fetch_slice(batch) if isinstance(batch, _Slice) else self._fetch_rows(batch)
+
+    def _fetch_slice(self, part: _Slice) -> Traffic:
+        row, first = part.row, part.number * BATCH_BYTES
+        memory = self._memories[self._plan.request[row]]
+        assert memory is not None  # else it is not cut
+        length = min(BATCH_BYTES, int(self._nbytes[row]) - first)
+        place = int(self._places[row]) + first
+        view = memory[place : place + length]
+        self._begin(self._targets[self._plan.request[row]].key)
+        start = int(self._plan.locations[row, 2] + self._from[row]) + first
+        self._source.storage.read_into(self._path(row), [(start, view)])
+        crc = int(self._plan.locations[row, 4])
+        if self._whole[row] and crc != UNKNOWN:
+            found = isal_zlib.crc32(view)
+            with self._lock:
+                found_of = self._slices.setdefault(row, {})
+                found_of[part.number] = found
+                complete = len(found_of) == part.count
+            if complete:
+                total = 0
+                for number in range(part.count):
+                    size = min(BATCH_BYTES, int(self._nbytes[row]) - number * BATCH_BYTES)
+                    total = isal_zlib.crc32_combine(total, found_of[number], size)
+                self._compare(row, total, crc)
+        return Traffic(length, int(part.number == 0))
+
+    def _fetch_rows(self, rows: slice) -> Traffic:
         plan = self._plan
-        path = st.join(self._source.path, self._source.index.files[int(plan.file[rows.start])])
+        path = self._path(rows.start)
         locations, unordered = self._locate(rows)
         traffic = Traffic()
         starts: list[int] = []
@@ -210,6 +259,9 @@ class _Fetcher:
         for row in sorted(unordered):
             traffic += self._fetch_whole(row)
         return traffic
+
+    def _path(self, row: int) -> str:
+        return st.join(self._source.path, self._source.index.files[int(self._plan.file[row])])
 
     def _locate(self, rows: slice) -> tuple[Int64s, frozenset[int]]:
         """Locations with payload offsets, and the rows whose elements do not lie in order."""

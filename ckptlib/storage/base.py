@@ -110,7 +110,7 @@ class Storage(Protocol):
 
 def ranges_of_rows(offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> list[Range]:
     """The same as ranges; see `Storage.read_rows`."""
-    return [(offset + i * stride, memoryview(row)) for i, row in enumerate(rows)]  # type: ignore[arg-type]  # a buffer
+    return [(offset + i * stride, memoryview(row)) for i, row in enumerate(rows)]
 
 
 def coalesce(ranges: Sequence[Range]) -> Iterator[list[Range]]:

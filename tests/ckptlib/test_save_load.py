@@ -265,6 +265,27 @@ def test_any_sharding_is_loaded_into_any_other_reading_only_what_is_needed(
     assert torch.equal(ckptlib.read(url)["w"], whole)
 
 
+@pytest.mark.parametrize("size", [4096, 4100, 5000])
+def test_a_large_chunk_is_read_by_several_threads_and_checked_as_one(
+    url: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R3: in slices, whose CRC-32s combine to that of the chunk; smaller ones before and after it."""
+    monkeypatch.setattr("ckptlib.fetch.BATCH_BYTES", 1024)
+    saved = {"a": torch.arange(99.0), "large": torch.arange(size, dtype=torch.float64), "z": torch.arange(77.0)}
+    ckptlib.save(saved, url, iteration=1)
+    state = blanked(saved)
+    report = ckptlib.load(state, url)
+    assert_same(state, saved)
+    assert (report.bytes_read, report.requests) == (report.bytes_needed, 3)
+    if not url.startswith("memory:"):
+        (data,) = Path(url).glob("*.distcp")
+        content = bytearray(data.read_bytes())
+        content[content.index(torch.tensor(3000.0, dtype=torch.float64).numpy().tobytes())] ^= 1
+        data.write_bytes(content)
+        with pytest.raises(ckptlib.errors.LoadIncompleteError, match="'large': damaged"):
+            ckptlib.load(state, url)
+
+
 def test_columns_of_a_matrix_are_read_exactly_into_any_memory(url: str) -> None:
     """R3: very many short runs, into dense, strided and transposed memory and through a cast, read as a table."""
     whole = torch.arange(300.0 * 40).reshape(300, 40)
