@@ -43,6 +43,7 @@ from ckptlib.planning import Offer, PlanCache, Share
 from ckptlib.read_plan import ReadPlan
 from ckptlib.source import Source
 from ckptlib.state import ObjectLeaf, TensorLeaf, ValueLeaf
+from ckptlib.ties import check_ties
 
 log = logging.getLogger("ckptlib")
 
@@ -150,6 +151,7 @@ class PreparedLoad:
         absent = set(report.missing)
         self.present = [leaf for leaf in flat.tensors if leaf.key not in absent]
         stored = [source.index.tensor(leaf.key) for leaf in self.present]
+        check_ties(source.index, self.present, source.url)
         self.plan = plan_leaves(source, self.present, stored, self.options)
         self.targets = [target_of(leaf, info) for leaf, info in zip(self.present, stored, strict=True)]
         self.padded = [leaf for leaf, info in zip(self.present, stored, strict=True) if info.shape != leaf.global_shape]

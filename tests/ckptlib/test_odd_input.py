@@ -140,6 +140,22 @@ def test_tied_weights_are_saved_under_both_names_and_stay_tied(url: str) -> None
     assert_same(untied.head.weight.detach(), untied.embedding.weight.detach())
 
 
+def test_tied_weights_are_not_filled_from_two_tensors_that_differ(url: str) -> None:
+    """Which of them won would be chance."""
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    ckptlib.save({"model": untied}, url, iteration=1)
+    model = Tied()
+    before = model.head.weight.detach().clone()
+    with pytest.raises(
+        StateError, match=r"'model\.embedding\.weight' and 'model\.head\.weight' are one memory here.*keys"
+    ):
+        ckptlib.load({"model": model}, url)
+    assert_same(model.head.weight.detach(), before)
+    ckptlib.load({"model": model}, url, keys=["model.embedding.*"])
+    assert_same(model.head.weight.detach(), untied.embedding.weight.detach())
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
