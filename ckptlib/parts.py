@@ -111,6 +111,11 @@ class OptimizerParts:
         if model is not None and len(model.modules) != len(self.optimizers):
             raise StateError(f"optimizer parts: {len(self.optimizers)} optimizers for {len(model.modules)} model parts")
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all parts, one after the other; the first one's ``lr`` is what a save records."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         """The state by parameter name, as `get_optimizer_state_dict` gives it for one module and optimizer.
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptlib
-from ckptlib import ModelParts, OptimizerParts, ShardedTensor
+from ckptlib import Checkpointer, ModelParts, OptimizerParts, ShardedTensor
 from ckptlib.errors import StateError
 from ckptlib.integrations.dcp import CkptReader, CkptWriter
 from ckptlib.state import flatten
@@ -527,7 +527,7 @@ ON_FOUR = [
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(4, ON_FOUR, str(tmp_path_factory.mktemp("adapters")))
+    return run_checks(4, ON_FOUR, str(tmp_path_factory.mktemp("adapters")), timeout=200)
 
 
 @pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -634,6 +634,24 @@ def test_parts_whose_groups_differ_are_refused_with_the_option() -> None:
     other = torch.optim.AdamW(parts[1].parameters())
     with pytest.raises(StateError, match="part 0 has 2 parameter groups, part 1 has 1"):
         flatten(state | {"optimizer": OptimizerParts([optimizers[0], other])})
+
+
+def test_a_run_resumes_with_parts_and_knows_their_learning_rate(tmp_path: Path) -> None:
+    """Saved as two stages, resumed as one; the rate is recorded as that of any optimizer."""
+    parts = stages(0, 1, 4, 2)
+    optimizers = optimizers_of(parts)
+    with_gradients(parts, optimizers)
+    writer = Checkpointer(str(tmp_path), run="run")
+    url = writer.save({"m": ModelParts(parts), "o": OptimizerParts(optimizers)}, iteration=1).url
+    begin = ckptlib.inspect(url).manifest.begin
+    assert begin.progress["lr"] == 0.1
+    assert {"model", "optimizer"} <= {*begin.contents}
+    whole = stages(0, 1, 4, 1)
+    optimizer = optimizers_of(whole)
+    restored = Checkpointer(str(tmp_path), run="run").restore({"m": whole[0], "o": OptimizerParts(optimizer)})
+    assert restored.iteration == 1
+    wanted = {name: value for part in parts for name, value in part.state_dict().items()}
+    assert_same(dict(whole[0].state_dict()), wanted)
 
 
 def test_parts_are_modules_and_optimizers() -> None:
