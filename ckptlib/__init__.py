@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptlib import errors
     from ckptlib.api import save
+    from ckptlib.async_save import AsyncOptions
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.inspection import CheckpointInfo, inspect
     from ckptlib.parts import ModelParts, OptimizerParts
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckptlib.verification import VerifyReport, verify
 
 __all__ = [
+    "AsyncOptions",
     "CheckpointInfo",
     "Checkpointer",
     "LoadReport",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncOptions": "async_save",
     "CheckpointInfo": "inspection",
     "Checkpointer": "checkpointer",
     "LoadReport": "reader",

@@ -45,11 +45,7 @@ class Announcer:
         if event is None:
             return
         self.announce(identity, attempt, begin.run, begin.topology, begin.parent)
-        if self._moves_tracker:
-            try:
-                self._move_tracker(begin)
-            except OSError:
-                log.exception("%s: committed; its tracker could not be moved", self._storage.url(path))
+        self.move_tracker(begin)
         self.tell_of_commit(event)
 
     def commit_event(
@@ -104,8 +100,16 @@ class Announcer:
         """Has listeners hand over what they still hold, within `timeout` seconds."""
         self._tell(lambda listener: listener.close(timeout))
 
+    def move_tracker(self, begin: Begin) -> None:
+        """Forward within this attempt only; a release or an earlier iteration leaves it. Never fails a save (W6)."""
+        if not self._moves_tracker:
+            return
+        try:
+            self._move_tracker(begin)
+        except OSError:
+            log.exception("iteration %d: committed; its tracker could not be moved", begin.iteration)
+
     def _move_tracker(self, begin: Begin) -> None:
-        """Forward within this attempt only; a release or an earlier iteration leaves it."""
         if begin.kind not in roots.TRACKED_KINDS or begin.iteration < self._newest_saved.get(begin.kind, -1):
             return
         self._newest_saved[begin.kind] = begin.iteration

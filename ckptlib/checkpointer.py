@@ -6,6 +6,7 @@ settled, and only then may `restore` choose a resume point.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptlib import resume, rng, roots
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
+from ckptlib.async_save import AsyncOptions, BackgroundSaves, Target, failure, run_async_save
 from ckptlib.coordination import Group, agree, lead, new_group
-from ckptlib.errors import ExclusiveCreateError, NoResumePointError, StateError, UnsupportedError
+from ckptlib.errors import (
+    BackgroundSaveError,
+    ExclusiveCreateError,
+    NoResumePointError,
+    SaveLimitError,
+    StateError,
+    UnsupportedError,
+)
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
-from ckptlib.manifest import Begin, Kind
+from ckptlib.manifest import Begin, Decision, IoMode, Kind
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names, numbers_of, observe, with_args
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
@@ -59,6 +68,8 @@ class Checkpointer:
         single_writer: vouches that nobody else writes to this root, for storages without exclusive creation.
         timeout: seconds that a rank waits for another.
         settle_wait: seconds that construction waits for an older attempt's last save to become complete.
+        io_mode: ``sync``: `save` returns when the checkpoint exists; ``async``: when the state may change.
+        background: how asynchronous saves are written; None: a worker process, one save in flight.
         on_event: called with each `Notice`.
         storage_options: for fsspec.
 
@@ -66,6 +77,7 @@ class Checkpointer:
         StorageUnavailableError: the root belongs to another run.
         ExclusiveCreateError: W4.
         StateError: the topology does not fit the world size, or the run name is unusable.
+        UnsupportedError: a worker process cannot reach the storage.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class Checkpointer:
         single_writer: bool = False,
         timeout: float = 600.0,
         settle_wait: float = 0.0,
+        io_mode: IoMode = "sync",
+        background: AsyncOptions | None = None,
         on_event: NoticeHandler | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -113,8 +127,17 @@ class Checkpointer:
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
         self._every_rng_state = data_parallel_random_init
         self._on_event = on_event
+        self._timeout = timeout
+        self._io_mode: IoMode = io_mode
+        target = Target(self.root, storage_options, single_writer, tracker == "committed")
+        self._background = BackgroundSaves(background or AsyncOptions(), target)
+        if io_mode not in ("sync", "async"):
+            raise StateError(f"io_mode {io_mode!r}: expected 'sync' or 'async'")
+        if io_mode == "async":
+            self._background.check()
         self._parent: str | None = None
         self._plans = PlanCache()
+        self._failed: list[BackgroundSaveError] = []
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
             raise ExclusiveCreateError(
@@ -268,8 +291,11 @@ class Checkpointer:
         kind: Kind = "persistent",
         contents: Collection[str] | None = None,
         on_exists: Literal["error", "replace"] = "error",
+        io_mode: IoMode | None = None,
     ) -> SaveResult:
-        """Saves and commits. Collective; returns when the checkpoint exists.
+        """Saves and commits. Collective; returns when the checkpoint exists, asynchronously when `state` may change.
+
+        Saves become checkpoints in the order of the calls: a synchronous one first waits for those in flight.
 
         Args:
             state: parts by name; see `ckptlib.save`.
@@ -279,16 +305,30 @@ class Checkpointer:
             args: plain arguments, recorded with the checkpoint.
             rerun_state: this rank's rerun state; dropped on a resume with another topology.
             contents: parts of `state` to save, plus ``rng``; None: those given at construction.
+            io_mode: None: that given at construction.
+
+        Returns:
+            The save. Of an asynchronous one, `SaveResult.wait` tells when it is done; ``save_id`` is empty when it was
+            skipped because as many as allowed were in flight (`AsyncOptions.at_limit`), which is also a notice.
 
         Raises:
+            BackgroundSaveError: an earlier asynchronous save failed; told once, on every rank; this one is not made.
             CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
         """
         self._check_open()
+        mode = self._io_mode if io_mode is None else io_mode
+        if mode == "async":
+            self._background.check()
+        elif not self._background.drain(self._timeout):
+            raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
+        self.poll()
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         all_rng = self._all_rng_states() if with_rng and self._every_rng_state else None
 
         def prepare() -> SaveRequest:
+            if self._failed:
+                raise self._failed.pop(0)
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
             tree: dict[str, Any] = parts_of(state, chosen)
@@ -323,6 +363,7 @@ class Checkpointer:
                 world_size=world_size,
                 plan_digest="",
                 kind=kind,
+                io_mode=mode,
                 topology=self.topology,
                 contents=tuple(sorted(names)),
                 progress=observed | numbers,
@@ -339,12 +380,33 @@ class Checkpointer:
                 lambda: roots.newest_attempt(self._storage, self._root),
             )
 
+        if mode == "async":
+            pending = run_async_save(self._group, prepare, self._plans, self._background, self._timeout)
+            if pending is None:
+                url = self._storage.url(roots.iteration_path(self._root, iteration, kind))
+                text = f"{url}: not saved: {self._background.options.max_in_flight} saves are in flight"
+                emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
+                return SaveResult(url, iteration, "", 0, 0, 0.0)
+            self._parent = pending.save_id
+            return pending
         result, decision, begin = run_save(self._group, prepare, self._plans)
+        self._after_commit(begin, decision)
+        self._parent = begin.save_id
+        return result
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes ready for asynchronous saves of `nbytes` on this rank: the worker, and warm memory to stage in.
+
+        Raises:
+            StagingError: there is not so much memory.
+        """
+        self._check_open()
+        self._background.prepare(nbytes)
+
+    def _after_commit(self, begin: Begin, decision: Decision) -> None:
         if self._group.rank == 0:
             path = roots.iteration_path(self._root, begin.iteration, begin.kind)
             self._announcer.committed(self._identity, self._attempt, path, begin, decision)
-        self._parent = begin.save_id
-        return result
 
     def _all_rng_states(self) -> list[rng.State] | None:
         """On rank 0, the RNG states of all ranks. Collective; fails on all ranks when it does on one."""
@@ -352,18 +414,43 @@ class Checkpointer:
         return agree(self._group, "rng", lambda: rng.capture(self._rng_tracker))
 
     def poll(self) -> None:
-        """Looks after background work; synchronous saves leave none."""
+        """Looks after saves that have ended in the background: tells listeners. Reads local state only."""
         self._check_open()
+        for begin, outcome in self._background.take_ended():
+            if outcome.error is not None:
+                self._failed.append(failure(begin, outcome))
+                emit(self._on_event, Notice("save_failed", str(self._failed[-1]), {"iteration": begin.iteration}))
+            elif outcome.decision is not None:
+                self._after_commit(begin, outcome.decision)
 
-    def drain(self, timeout: float = 30.0) -> None:
-        """Hands what listeners still hold to where it belongs, within `timeout` seconds."""
-        self._announcer.drain(timeout)
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Waits for saves in flight, and hands what listeners still hold to where it belongs.
+
+        Returns:
+            Whether nothing is in flight any more. What is goes on, also after the end of this process.
+        """
+        deadline = time.monotonic() + timeout
+        ended = self._background.drain(timeout)
+        if not self._closed:
+            self.poll()
+        self._announcer.drain(max(0.0, deadline - time.monotonic()))
+        return ended
 
     def close(self, timeout: float = 30.0) -> None:
-        """Ends this attempt's use of the checkpointer; safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self.drain(timeout)
+        """Ends this attempt's use of the checkpointer; safe to call twice.
+
+        Saves in flight are given `timeout` seconds; then a worker process goes on by itself.
+
+        Raises:
+            BackgroundSaveError: one of the last saves failed.
+        """
+        if self._closed:
+            return
+        self.drain(timeout)
+        self._closed = True
+        self._background.close(timeout)
+        if self._failed:
+            raise self._failed.pop(0)
 
     def __enter__(self) -> Checkpointer:
         return self

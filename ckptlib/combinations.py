@@ -73,6 +73,7 @@ POSSIBLE: tuple[Combination, ...] = tuple(
 
 WRITERS: Mapping[Combination, str] = {
     Combination("GLOBAL", "torch_dist", "sync"): "ckptlib.save, Checkpointer.save",
+    Combination("GLOBAL", "torch_dist", "async"): "Checkpointer.save",
     Combination("TORCH_DCP", "torch_dcp", "sync"): "ckptlib.integrations.dcp.CkptWriter",
 }
 """What this version writes, and with what. A possible combination that is absent is not written yet."""

@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptlib import records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
 from ckptlib.formats import torch_dist
@@ -89,6 +90,11 @@ def save_dir(path: str, save_id: str) -> str:
 def record_name(rank: int) -> str:
     """Name of a rank's record."""
     return f"rank_{rank}.json"
+
+
+def failure_name(rank: int) -> str:
+    """Name of the file in which a rank says that it failed."""
+    return f"failed_{rank}.json"
 
 
 def root_of(path: str) -> str:
@@ -254,6 +260,37 @@ def publish_record(storage: st.Storage, path: str, record: RankRecord) -> None:
     storage.create(st.join(save_dir(path, record.save_id), record_name(record.rank)), record.encode())
 
 
+def publish_failure(storage: st.Storage, path: str, save_id: str, rank: int, reason: str) -> None:
+    """Says that this rank will never record its part: whoever waits for it need not."""
+    body = {"save_id": save_id, "rank": rank, "reason": reason}
+    storage.put(st.join(save_dir(path, save_id), failure_name(rank)), records.encode("failure", body))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Which ranks have a record of a save, by names alone, and which said that they failed, with their reasons."""
+
+    missing: tuple[int, ...]
+    failed: Mapping[int, str]
+
+
+def progress(storage: st.Storage, path: str, begin: Begin) -> Progress:
+    """How far a save is: one listing, and the failures."""
+    directory = save_dir(path, begin.save_id)
+    present = {entry.name for entry in storage.list(directory)}
+    failed = {}
+    for rank in range(begin.world_size):
+        if failure_name(rank) in present:
+            where = st.join(directory, failure_name(rank))
+            data = _get(storage, where)
+            try:
+                failed[rank] = "" if data is None else str(records.decode("failure", data, where)["reason"])
+            except (RecordError, KeyError) as error:
+                failed[rank] = str(error)
+    missing = tuple(rank for rank in range(begin.world_size) if record_name(rank) not in present)
+    return Progress(missing, failed)
+
+
 # --- deciding ---------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +374,7 @@ def decide_abort(
     )
 
 
-def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord]) -> ItemIndex:
+def check_records(storage: st.Storage, path: str, begin: Begin, by_rank: Mapping[int, RankRecord]) -> ItemIndex:
     """W3: files present with their sizes, every tensor tiled exactly once, values agree.
 
     Returns:
@@ -347,8 +384,8 @@ def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping
         StateError: the first defect, with the name of the file, tensor or rank.
     """
     parts: list[ItemIndex] = []
-    first = records[min(records)]
-    for rank, record in sorted(records.items()):
+    first = by_rank[min(by_rank)]
+    for rank, record in sorted(by_rank.items()):
         for entry in record.files:
             size = storage.stat(st.join(path, entry.path))
             if size != entry.size:
@@ -363,13 +400,13 @@ def check_records(storage: st.Storage, path: str, begin: Begin, records: Mapping
 
 
 def _write_manifest(
-    storage: st.Storage, path: str, begin: Begin, records: Mapping[int, RankRecord], index: ItemIndex
+    storage: st.Storage, path: str, begin: Begin, by_rank: Mapping[int, RankRecord], index: ItemIndex
 ) -> bytes:
     directory = f"{CONTROL}/{begin.save_id}"
     index_bytes = _create_or_read(storage, st.join(path, directory, INDEX), index.encode())
     metadata = _create_or_read(storage, st.join(path, directory, METADATA), torch_dist.encode_metadata(index))
     begin_bytes = begin.encode()
-    files = [entry for _, record in sorted(records.items()) for entry in record.files]
+    files = [entry for _, record in sorted(by_rank.items()) for entry in record.files]
     for name, data, role in (
         (BEGIN, begin_bytes, "begin"),
         (INDEX, index_bytes, "index"),
@@ -522,6 +559,16 @@ def bury(storage: st.Storage, path: str, save_id: str) -> None:
     rest = [entry.name for entry in storage.list(directory)]
     storage.remove([st.join(directory, name) for name in sorted(rest, key=lambda name: name == DECISION)])
     storage.remove([directory])
+
+
+def conclude(storage: st.Storage, path: str, begin: Begin) -> None:
+    """After a commit: exports, and the saves that it replaces. What fails here, anyone can do later (W5, W6)."""
+    try:
+        roll_forward(storage, path)
+        for save_id in begin.replaces:
+            bury(storage, path, save_id)
+    except (OSError, IntegrityError):
+        log.exception("%s: committed, but its exports are not complete yet", storage.url(path))
 
 
 def has_records(storage: st.Storage, path: str, save_id: str) -> bool:

@@ -8,6 +8,9 @@
     ├── CheckpointExistsError (FileExistsError)     W9: this attempt already committed this iteration
     ├── FencedError                                 W8: a newer attempt owns this run
     ├── SaveAbortedError                            W4: the decision for this save is `abort`
+    │   └── BackgroundSaveError                     a save that was written in the background failed; says which, why
+    ├── SaveLimitError                              as many saves are in flight as the caller allows
+    ├── StagingError (MemoryError)                  no memory, or no budget, to stage a save in
     ├── StateError (ValueError)                     the state tree cannot be saved or filled as it is
     │   ├── TilingError                             a global tensor has a hole, an overlap, or leaves its shape
     │   ├── DisagreementError                       ranks disagree about something that must be equal
@@ -76,6 +79,22 @@ class FencedError(CkptError):
 
 class SaveAbortedError(CkptError):
     """Raised when the decision of a save is `abort` (W3, W4); the reason is in the message."""
+
+
+class BackgroundSaveError(SaveAbortedError):
+    """A save that was written in the background failed; told at the next call. `iteration` is whose."""
+
+    def __init__(self, message: str, *, iteration: int) -> None:
+        super().__init__(message)
+        self.iteration = iteration
+
+
+class SaveLimitError(CkptError):
+    """As many saves are in flight as the caller allows, and it asked for an error then."""
+
+
+class StagingError(CkptError, MemoryError):
+    """No memory, or no budget, to stage a save in; nothing was written."""
 
 
 class StateError(CkptError, ValueError):

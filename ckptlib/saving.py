@@ -22,7 +22,6 @@ from ckptlib.errors import (
     CheckpointExistsError,
     DisagreementError,
     FencedError,
-    IntegrityError,
     SaveAbortedError,
     StateError,
 )
@@ -38,12 +37,12 @@ log = logging.getLogger("ckptlib")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed save.
+    """A committed save; with ``io_mode="async"`` one that will be, see `wait`.
 
     Attributes:
-        bytes: of all files of the save, over all ranks.
-        files: number of data files, over all ranks.
-        seconds: wall time on this rank, from flattening to the end of the exports.
+        bytes: of all files of the save, over all ranks; of an asynchronous one, payload bytes that this rank staged.
+        files: number of data files, over all ranks; of an asynchronous one, of this rank, 0 before they are written.
+        seconds: wall time on this rank, from flattening to the end of the exports, or until the state may change.
     """
 
     url: str
@@ -53,6 +52,15 @@ class SaveResult:
     files: int
     seconds: float
     phases: Mapping[str, float] = field(default_factory=dict)
+
+    def wait(self, timeout: float | None = None) -> SaveResult:
+        """Returns when this rank's part is durable and, on rank 0, the checkpoint exists: of a synchronous save, now.
+
+        Raises:
+            TimeoutError: not within `timeout` seconds; it goes on.
+            BackgroundSaveError: it failed.
+        """
+        return self
 
 
 @dataclass(frozen=True)
@@ -86,26 +94,31 @@ def describe(flat: FlatState) -> LocalPlan:
     )
 
 
-def run_save(
-    group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache | None = None
-) -> tuple[SaveResult, Decision, Begin]:
-    """Saves and commits. Collective: every rank calls it, in the same order.
+@dataclass(frozen=True)
+class Begun:
+    """A save that has begun: what is to be written, where, and this rank's share of it.
+
+    Attributes:
+        value_digests: of this rank's plain values, by name.
+    """
+
+    request: SaveRequest
+    begin: Begin
+    share: Share
+    value_digests: Mapping[str, str]
+
+
+def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache) -> Begun:
+    """Plans and begins a save. Collective: every rank calls it, in the same order.
 
     Args:
         prepare: makes this rank's request. It runs inside, so that what it raises is at once known on all ranks.
-        plans: plans of earlier saves of this group, kept by the caller; None: nothing is kept.
+        plans: plans of earlier saves of this group.
 
     Raises:
-        CheckpointExistsError: W9, before any byte is written.
-        FencedError: W8, a newer attempt owns the run.
-        StateError: the state cannot be saved; nothing was written.
-        SaveAbortedError: the decision is `abort`.
-        RankFailedError, RankTimeoutError: on every rank, when a rank failed or did not answer.
+        CheckpointExistsError, FencedError, StateError, RankFailedError, RankTimeoutError: as `run_save`.
     """
-    started = time.perf_counter()
     group.next_round()
-    clock = _Phases(started)
-    plans = PlanCache() if plans is None else plans
     prepared: tuple[SaveRequest, LocalPlan] | None = None
 
     def offer() -> _Answer:
@@ -127,9 +140,31 @@ def run_save(
     share = new_share or plans.share(local, begin.plan_digest)
     assert share is not None  # rank 0 uses a kept plan only when every rank has offered it
     plans.keep(local, share)
+    return Begun(request, begin, share, local.values)
+
+
+def run_save(
+    group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache | None = None
+) -> tuple[SaveResult, Decision, Begin]:
+    """Saves and commits. Collective: every rank calls it, in the same order.
+
+    Args:
+        prepare, plans: see `begin_together`; no plans: nothing is kept.
+
+    Raises:
+        CheckpointExistsError: W9, before any byte is written.
+        FencedError: W8, a newer attempt owns the run.
+        StateError: the state cannot be saved; nothing was written.
+        SaveAbortedError: the decision is `abort`.
+        RankFailedError, RankTimeoutError: on every rank, when a rank failed or did not answer.
+    """
+    started = time.perf_counter()
+    clock = _Phases(started)
+    begun = begin_together(group, prepare, PlanCache() if plans is None else plans)
+    request, begin = begun.request, begun.begin
     clock.mark("plan")
     try:
-        written = agree(group, "write", lambda: _write(request, begin, share, group.rank, local.values))
+        written = agree(group, "write", lambda: _write(request, begin, begun.share, group.rank, begun.value_digests))
         clock.mark("write")
         decision = lead(group, "commit", lambda: _commit(request, begin))
     except BaseException as error:
@@ -263,14 +298,21 @@ def _commit(request: SaveRequest, begin: Begin) -> Decision:
             f"{request.storage.url(request.path)}: save {begin.save_id} was aborted by {decision.decided_by}: "
             f"{decision.reason}"
         )
-    try:
-        commit.roll_forward(request.storage, request.path)
-        for save_id in begin.replaces:
-            commit.bury(request.storage, request.path, save_id)
-    except (OSError, IntegrityError):
-        # The checkpoint exists; what is missing are views of it, which anyone can derive later (W5, W6).
-        log.exception("%s: committed, but its exports are not complete yet", request.storage.url(request.path))
+    commit.conclude(request.storage, request.path, begin)
     return decision
+
+
+def abort_begun(begun: Begun, rank: int, error: BaseException) -> None:
+    """Says that this rank will not do its part of a save that has begun; rank 0 decides `abort`."""
+    request, begin = begun.request, begun.begin
+    if rank == 0:
+        _abort(request, begin, error)
+        return
+    try:
+        reason = f"{type(error).__name__}: {error}"
+        commit.publish_failure(request.storage, request.path, begin.save_id, rank, reason)
+    except OSError as other:
+        log.warning("save %s: could not tell that rank %d failed: %s", begin.save_id, rank, other)
 
 
 def _abort(request: SaveRequest, begin: Begin, error: BaseException) -> None:

@@ -1,0 +1,355 @@
+"""Saves that are written in the background: training stops for one copy of the state.
+
+The ranks agree on the plan as for a synchronous save, each copies its part into an arena (`staging`), hands it to its
+worker (`worker`, or a thread) and goes on. After that there is no message between ranks: rank 0's worker finds the
+records of the others on storage, and commits (W7).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from ckptlib.background import Job, Outcome, run_job
+from ckptlib.coordination import Group, agree, lead
+from ckptlib.errors import BackgroundSaveError, SaveLimitError, StateError, UnsupportedError
+from ckptlib.manifest import Begin
+from ckptlib.packing import pack
+from ckptlib.planning import PlanCache
+from ckptlib.saving import Begun, SaveRequest, SaveResult, abort_begun, begin_together
+from ckptlib.staging import Arena, Pool, layout, stage
+from ckptlib.worker import WorkerProcess, Written
+
+log = logging.getLogger("ckptlib")
+
+AtLimit = Literal["wait", "skip", "error"]
+"""What a save does when as many are in flight as may be: wait for one, not happen, or raise."""
+
+WorkerKind = Literal["process", "thread"]
+
+
+@dataclass(frozen=True)
+class AsyncOptions:
+    """How saves are written in the background.
+
+    Attributes:
+        max_in_flight: saves whose writing has not ended; each has an arena of its own.
+        at_limit: see `AtLimit`.
+        worker: ``process`` outlives the trainer; ``thread`` is for notebooks and debuggers, and dies with it.
+        staging_budget: bytes of host memory for all arenas of this rank; None: no limit.
+        commit_timeout: seconds that rank 0's worker waits for the other ranks' records.
+        nice: added to the priority of the worker process.
+    """
+
+    max_in_flight: int = 1
+    at_limit: AtLimit = "wait"
+    worker: WorkerKind = "process"
+    staging_budget: int | None = None
+    commit_timeout: float = 1800.0
+    nice: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise StateError(f"max_in_flight={self.max_in_flight}: expected at least 1")
+        if self.at_limit not in ("wait", "skip", "error"):
+            raise StateError(f"at_limit={self.at_limit!r}: expected 'wait', 'skip' or 'error'")
+        if self.worker not in ("process", "thread"):
+            raise StateError(f"worker={self.worker!r}: expected 'process' or 'thread'")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a worker has to know of a run to commit for it; see `background.Job`."""
+
+    root: str
+    storage_options: Mapping[str, Any] | None
+    single_writer: bool
+    moves_tracker: bool
+
+
+@dataclass
+class _Flight:
+    """A save between its staging and its end."""
+
+    job: Job
+    arena: Arena
+    nbytes: int
+    staged: bool = True
+    outcome: Outcome | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class _Pending(SaveResult):
+    """A save that is being written."""
+
+    flight: _Flight | None = field(default=None, repr=False, compare=False)
+
+    def wait(self, timeout: float | None = None) -> SaveResult:
+        """See `SaveResult.wait`."""
+        assert self.flight is not None
+        if not self.flight.ended.wait(timeout):
+            raise TimeoutError(f"{self.url}: the save of iteration {self.iteration} is still being written")
+        outcome = self.flight.outcome
+        assert outcome is not None
+        if outcome.error is not None:
+            raise failure(self.flight.job.begin, outcome)
+        return replace(self, files=outcome.files)
+
+
+def failure(begin: Begin, outcome: Outcome) -> BackgroundSaveError:
+    """What is raised for a save that failed in the background."""
+    return BackgroundSaveError(
+        f"the save of iteration {begin.iteration} ({begin.save_id}) failed in the background: {outcome.error}",
+        iteration=begin.iteration,
+    )
+
+
+class _Worker(Protocol):
+    """Where jobs are done; see `worker.WorkerProcess`."""
+
+    def add_arena(self, number: int, arena: Arena) -> None: ...
+
+    def drop_arena(self, number: int) -> None: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def close(self, timeout: float | None) -> bool: ...
+
+
+class _WorkerThread:
+    """A worker in this process."""
+
+    def __init__(self, receive: Callable[[Written | Outcome | None], None]) -> None:
+        self._receive = receive
+        self._arenas: dict[int, Arena] = {}
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="ckptlib-writer", daemon=True)
+        self._thread.start()
+
+    def add_arena(self, number: int, arena: Arena) -> None:
+        self._arenas[number] = arena
+
+    def drop_arena(self, number: int) -> None:
+        self._arenas.pop(number, None)
+
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout: float | None) -> bool:
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            number = job.number
+            self._receive(run_job(job, self._arenas[job.arena], lambda: self._receive(Written(number))))  # noqa: B023
+
+
+class BackgroundSaves:
+    """One rank's saves in flight. Its methods are for one thread, the trainer's."""
+
+    def __init__(self, options: AsyncOptions, target: Target) -> None:
+        self.options = options
+        self._target = target
+        self._pool = Pool(options.max_in_flight, options.staging_budget)
+        self._numbers: dict[int, int] = {}  # id of an arena -> its number
+        self._next = 0
+        self._flights: list[_Flight] = []
+        self._lock = threading.Condition()
+        self._worker: _Worker | None = None
+
+    def check(self) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            UnsupportedError: a worker process cannot reach the storage.
+        """
+        if self.options.worker == "process" and self._target.root.startswith("memory://"):
+            raise UnsupportedError(
+                f"{self._target.root}: lies in the memory of this process, where a worker process cannot write. "
+                "Use AsyncOptions(worker='thread'), or synchronous saves."
+            )
+
+    def prepare(self, nbytes: int) -> None:
+        """Starts the worker and makes the arenas, so that the first save meets warm memory.
+
+        Raises:
+            StagingError: there is not so much memory.
+        """
+        self._start()
+        self._pool.prepare(nbytes)
+
+    def has_room(self) -> bool:
+        """Whether a save may begin now."""
+        with self._lock:
+            return self._in_flight() < self.options.max_in_flight
+
+    def wait_for_room(self, timeout: float | None = None) -> bool:
+        """Waits until a save may begin; False: not within `timeout` seconds."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._in_flight() < self.options.max_in_flight, timeout)
+
+    def take_ended(self) -> list[tuple[Begin, Outcome]]:
+        """Saves that have ended since the last call, oldest first."""
+        with self._lock:
+            ended = [flight for flight in self._flights if flight.outcome is not None]
+            self._flights = [flight for flight in self._flights if flight.outcome is None]
+        return [(flight.job.begin, flight.outcome) for flight in ended if flight.outcome is not None]
+
+    def launch(self, begun: Begun, rank: int) -> _Flight:
+        """Stages a save that has begun and hands it to the worker. The state may change when this returns.
+
+        Raises:
+            StateError: an object cannot be saved.
+            StagingError: no memory.
+        """
+        package = pack(begun.request.flat, begun.share, begun.value_digests, leads=rank == 0)
+        worker = self._start()
+        _, nbytes = layout(package.tensors)
+        arena = self._pool.take(nbytes)
+        try:
+            staged = stage(package, arena)
+            if id(arena) not in self._numbers:
+                self._numbers[id(arena)] = len(self._numbers)
+                worker.add_arena(self._numbers[id(arena)], arena)
+            self._next += 1
+            job = Job(
+                number=self._next,
+                url=begun.request.storage.url(begun.request.path),
+                storage_options=self._target.storage_options,
+                single_writer=self._target.single_writer,
+                root=self._target.root,
+                moves_tracker=self._target.moves_tracker,
+                begin=begun.begin,
+                rank=rank,
+                package=replace(package, tensors=()),
+                staged=tuple(staged),
+                arena=self._numbers[id(arena)],
+                commit_timeout=self.options.commit_timeout,
+            )
+            flight = _Flight(job, arena, package.nbytes)
+            with self._lock:
+                self._flights.append(flight)
+            worker.submit(job)
+        except BaseException:
+            with self._lock:
+                self._flights = [flight for flight in self._flights if flight.arena is not arena]
+            self._pool.give_back(arena)
+            raise
+        return flight
+
+    def drain(self, timeout: float | None) -> bool:
+        """Waits until nothing is in flight; False: not within `timeout` seconds."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._in_flight() == 0, timeout)
+
+    def close(self, timeout: float | None) -> None:
+        """Lets the worker end when it has done what it has; a worker process goes on without us if it has to."""
+        if self._worker is not None:
+            self._worker.close(timeout)
+            self._worker = None
+        self._pool.close()
+
+    def _in_flight(self) -> int:
+        return sum(flight.outcome is None for flight in self._flights)
+
+    def _start(self) -> _Worker:
+        if self._worker is None:
+            if self.options.worker == "thread":
+                self._worker = _WorkerThread(self._receive)
+            else:
+                self._worker = WorkerProcess(self._receive, nice=self.options.nice)
+        return self._worker
+
+    def _receive(self, message: Written | Outcome | None) -> None:
+        """From the worker, in its listener's thread."""
+        with self._lock:
+            if message is None:
+                self._lost()
+            else:
+                flight = next((flight for flight in self._flights if flight.job.number == message.number), None)
+                if flight is not None:
+                    self._land(flight, message)
+            self._lock.notify_all()
+
+    def _land(self, flight: _Flight, message: Written | Outcome) -> None:
+        if flight.staged:
+            flight.staged = False
+            self._pool.give_back(flight.arena)
+        if isinstance(message, Outcome):
+            flight.outcome = message
+            flight.ended.set()
+
+    def _lost(self) -> None:
+        """The worker has ended: what it had is lost, and the next save starts another one."""
+        for flight in self._flights:
+            if flight.outcome is None:
+                self._land(flight, Outcome(flight.job.number, error="its worker process ended"))
+        self._worker = None
+        self._numbers.clear()
+
+
+def run_async_save(
+    group: Group,
+    prepare: Callable[[], SaveRequest],
+    plans: PlanCache,
+    background: BackgroundSaves,
+    timeout: float,
+) -> SaveResult | None:
+    """Begins a save and stages it; returns when the state may change. Collective.
+
+    Returns:
+        The save in flight; None: it was skipped on all ranks (`AtLimit`).
+
+    Raises:
+        BackgroundSaveError: an earlier save failed on this rank; on the others a `RankFailedError` that says so. The
+            next save is not affected.
+        SaveLimitError: as many saves are in flight as may be, on some rank (`AtLimit`).
+        CheckpointExistsError, FencedError, StateError, StagingError, RankFailedError, RankTimeoutError: nothing of
+            this save will exist.
+    """
+    started = time.perf_counter()
+    if not _has_room(group, background, timeout):
+        return None
+    waited = time.perf_counter()
+    begun = begin_together(group, prepare, plans)
+    planned = time.perf_counter()
+    try:
+        flight = background.launch(begun, group.rank)
+    except BaseException as error:
+        abort_begun(begun, group.rank, error)
+        raise
+    ended = time.perf_counter()
+    return _Pending(
+        url=begun.request.storage.url(begun.request.path),
+        iteration=begun.begin.iteration,
+        save_id=begun.begin.save_id,
+        bytes=flight.nbytes,
+        files=0,
+        seconds=ended - started,
+        phases={"wait": waited - started, "plan": planned - waited, "stage": ended - planned},
+        flight=flight,
+    )
+
+
+def _has_room(group: Group, background: BackgroundSaves, timeout: float) -> bool:
+    """Whether the save happens: the same answer on all ranks."""
+    if background.options.at_limit == "wait":
+        if not background.wait_for_room(timeout):
+            raise SaveLimitError(f"no earlier save ended within {timeout:g} s")
+        return True
+    group.next_round()
+    rooms = agree(group, "room", background.has_room)
+    full = lead(group, "limit", lambda: [rank for rank, room in enumerate(rooms or []) if not room])
+    if full and background.options.at_limit == "error":
+        raise SaveLimitError(
+            f"{background.options.max_in_flight} saves are in flight on rank {', '.join(map(str, full[:8]))}"
+        )
+    return not full

@@ -1,0 +1,147 @@
+"""What a worker does with one staged save: write, record, and, for rank 0, commit (W7).
+
+It needs storage and the staged bytes, and nothing of the training process; so it goes on when that one dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptlib import commit
+from ckptlib import storage as st
+from ckptlib.announcing import Announcer
+from ckptlib.manifest import Begin, Decision
+from ckptlib.packing import Package, write_package
+from ckptlib.staging import Arena, StagedTensor, unstage
+
+log = logging.getLogger("ckptlib")
+
+MAX_PAUSE = 1.0
+"""Seconds between two looks for the records of the other ranks, at most; the first looks come fast."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's staged save, as it is sent to a worker.
+
+    Attributes:
+        number: counts the jobs of a trainer.
+        url, storage_options, single_writer: the iteration directory.
+        root: the run's directory; the tracker in it is moved by rank 0 when `moves_tracker` says so.
+        package: without tensors; they are `staged` in the arena of that number.
+        commit_timeout: seconds that rank 0 waits for the records of all ranks before it decides `abort`.
+    """
+
+    number: int
+    url: str
+    storage_options: Mapping[str, Any] | None
+    single_writer: bool
+    root: str
+    moves_tracker: bool
+    begin: Begin
+    rank: int
+    package: Package
+    staged: tuple[StagedTensor, ...]
+    arena: int
+    commit_timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        decision: rank 0's; None for other ranks, which have done their part when they have recorded it.
+        error: why it failed; None: it did not.
+        bytes, files: what this rank wrote.
+        seconds: of the write, and, on rank 0, from the record to the end of the exports.
+    """
+
+    number: int
+    decision: Decision | None = None
+    error: str | None = None
+    bytes: int = 0
+    files: int = 0
+    write_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) -> Outcome:
+    """Writes, records and, on rank 0, commits. Never raises for what can go wrong with one save.
+
+    Args:
+        arena: holds the staged tensors.
+        written: called when the arena is not needed any more.
+    """
+    started = time.perf_counter()
+    storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
+    begin = job.begin
+    try:
+        try:
+            files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged))
+        finally:
+            written()
+        recorded = time.perf_counter()
+        decision = _commit(storage, path, job) if job.rank == 0 else None
+    except Exception as error:
+        log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)
+        reason = f"{type(error).__name__}: {error}"
+        _give_up(storage, path, job, reason)
+        return Outcome(job.number, error=reason)
+    if decision is not None and decision.outcome == "abort":
+        return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
+    return Outcome(
+        job.number,
+        decision,
+        bytes=files.nbytes,
+        files=len(files.files),
+        write_seconds=recorded - started,
+        commit_seconds=time.perf_counter() - recorded,
+    )
+
+
+def _commit(storage: st.Storage, path: str, job: Job) -> Decision:
+    """Waits for the records of all ranks, then decides; a rank that failed, or is late, means `abort`."""
+    begin = job.begin
+    deadline = time.monotonic() + job.commit_timeout
+    pause = 0.005
+    while True:
+        progress = commit.progress(storage, path, begin)
+        if not progress.missing:
+            break
+        if progress.failed:
+            causes = "; ".join(f"rank {rank}: {reason}" for rank, reason in progress.failed.items())
+            return commit.decide_abort(storage, path, begin.save_id, reason=causes, decided_by="worker")
+        if time.monotonic() > deadline:
+            late = ", ".join(map(str, progress.missing[:16]))
+            reason = f"no record of rank {late} within {job.commit_timeout:g} s"
+            return commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
+        standing = commit.read_decision(storage, path, begin.save_id)
+        if standing is not None:  # a newer attempt, or an adopter, was faster
+            return standing
+        time.sleep(pause)
+        pause = min(pause * 1.5, MAX_PAUSE)
+    decision = commit.try_commit(storage, path, begin, decided_by="worker")
+    if decision is None:
+        reason = "records of ranks are damaged, or belong to another plan"
+        return commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
+    if decision.outcome == "commit":
+        commit.conclude(storage, path, begin)
+        root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
+        Announcer(root_storage, root, (), moves_tracker=job.moves_tracker).move_tracker(begin)
+    return decision
+
+
+def _give_up(storage: st.Storage, path: str, job: Job, reason: str) -> None:
+    """Says so where rank 0 looks; best effort, rank 0 has a deadline."""
+    try:
+        if job.rank == 0:
+            commit.decide_abort(storage, path, job.begin.save_id, reason=reason, decided_by="worker")
+        else:
+            commit.publish_failure(storage, path, job.begin.save_id, job.rank, reason)
+    except OSError as error:
+        log.warning("save %s: could not tell that rank %d failed: %s", job.begin.save_id, job.rank, error)

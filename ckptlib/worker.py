@@ -1,0 +1,198 @@
+"""The process that writes staged saves: one for each rank, started once, outliving the training process (W7).
+
+It runs in a session of its own, so that a signal to the trainer's process group does not reach it, and ignores the
+signals that ask a process to end: it ends when the connection to the trainer is closed, by whatever closed it, and
+all that was handed over has been written. It is started as a new program, never forked: a process with CUDA or
+threads must not be.
+
+What the two say to each other are pickles over a private socket pair, each after its length; the memory file of an
+arena travels as a file descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptlib.background import Job, Outcome, run_job
+from ckptlib.staging import Arena
+
+log = logging.getLogger("ckptlib")
+
+
+@dataclass(frozen=True)
+class NewArena:
+    """Trainer to worker, with a file descriptor: an arena that jobs will refer to by this number."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class OldArena:
+    """Trainer to worker: an arena that is not used any more."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """Worker to trainer: a job's arena is not read any more; its record is there, or it failed."""
+
+    number: int
+
+
+class Connection:
+    """Messages over a stream socket; sending is safe from several threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    def send(self, message: Any, fd: int | None = None) -> None:
+        """Sends a message, and with it a file descriptor. `OSError` when nobody is there any more."""
+        data = pickle.dumps(message)
+        with self._sending:
+            socket.send_fds(self._socket, [struct.pack("<Q", len(data))], [] if fd is None else [fd])
+            self._socket.sendall(data)
+
+    def receive(self) -> tuple[Any, int | None]:
+        """The next message and its descriptor. `EOFError` when the other side has ended."""
+        head, fds, _, _ = socket.recv_fds(self._socket, 8, 1)
+        while 0 < len(head) < 8:
+            head += self._socket.recv(8 - len(head))
+        if not head:
+            raise EOFError
+        (length,) = struct.unpack("<Q", head)
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return pickle.loads(data), fds[0] if fds else None  # noqa: S301 - our own parent or child
+
+    def close(self) -> None:
+        """Ends the connection; the other side sees `EOFError`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class WorkerProcess:
+    """A worker, seen from the trainer.
+
+    Args:
+        receive: called with each `Written` and `Outcome`, in a thread of its own; with None when the worker has ended.
+        nice: added to the process priority; 19 is the lowest.
+    """
+
+    def __init__(self, receive: Callable[[Written | Outcome | None], None], *, nice: int = 0) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The package is found where this one was, whatever the trainer did to its search path.
+            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from ckptlib.worker import main; main({theirs.fileno()}, {nice})"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        self._connection = Connection(ours)
+        self._receive = receive
+        self._listener = threading.Thread(target=self._listen, name="ckptlib-worker-results", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def add_arena(self, number: int, arena: Arena) -> None:
+        """Lets jobs refer to an arena by a number."""
+        self._connection.send(NewArena(number, arena.size), arena.fd)
+
+    def drop_arena(self, number: int) -> None:
+        """Says that no job will refer to an arena any more."""
+        self._connection.send(OldArena(number))
+
+    def submit(self, job: Job) -> None:
+        """Hands a job over. `OSError` when the worker has ended."""
+        self._connection.send(job)
+
+    def close(self, timeout: float | None) -> bool:
+        """Waits until everything handed over is done and the worker has ended; False: it still works, and goes on."""
+        # Only our sending half: what the worker still has to say is heard.
+        with contextlib.suppress(OSError):
+            self._connection._socket.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        self._listener.join(timeout)
+        return True
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, _ = self._connection.receive()
+                self._receive(message)
+        except (EOFError, OSError):
+            self._process.wait()  # or it stays a zombie for as long as the trainer lives
+            self._connection.close()
+            self._receive(None)
+
+
+def main(fd: int, nice: int) -> None:
+    """The worker: takes arenas and jobs until the trainer is gone, then finishes what it has."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s ckptlib worker %(process)d %(levelname)s %(message)s"
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if nice:
+        os.nice(nice)
+    connection = Connection(socket.socket(fileno=fd))
+    arenas: dict[int, Arena] = {}
+    jobs: queue.Queue[Job | OldArena | None] = queue.Queue()
+
+    def read() -> None:
+        """Takes messages as they come: a trainer that hands over a save never waits for the one before."""
+        try:
+            while True:
+                message, arena_fd = connection.receive()
+                if isinstance(message, NewArena):
+                    arenas[message.number] = Arena(message.size, arena_fd)
+                else:
+                    jobs.put(message)
+        except (EOFError, OSError):
+            jobs.put(None)
+
+    threading.Thread(target=read, name="ckptlib-jobs", daemon=True).start()
+    while (job := jobs.get()) is not None:
+        if isinstance(job, OldArena):
+            arenas.pop(job.number).close()
+            continue
+        outcome = run_job(job, arenas[job.arena], lambda: _tell(connection, Written(job.number)))
+        _tell(connection, outcome)
+
+
+def _tell(connection: Connection, message: Written | Outcome) -> None:
+    """The trainer may be gone: storage knows all that matters."""
+    with contextlib.suppress(OSError):
+        connection.send(message)

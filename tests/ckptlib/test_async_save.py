@@ -1,0 +1,321 @@
+"""Saves in the background: the state may change at once, the trainer may die, nothing that was staged is lost (W7)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+import ckptlib
+from ckptlib import Checkpointer, async_save, background, worker
+from ckptlib.async_save import AsyncOptions
+from ckptlib.background import Job, Outcome
+from ckptlib.errors import (
+    BackgroundSaveError,
+    CheckpointExistsError,
+    RankFailedError,
+    SaveLimitError,
+    StagingError,
+    StateError,
+    UnsupportedError,
+)
+from ckptlib.events import AttemptEvent, CommitEvent, Notice
+from tests.support.ranks import run_ranks
+
+THREAD = AsyncOptions(worker="thread")
+
+
+def state(fill: float) -> dict[str, Any]:
+    """Plain, transposed, strided, empty and tied tensors, and several dtypes."""
+    base = torch.full((6, 8), fill)
+    return {
+        "model": {
+            "plain": torch.full((5, 3), fill, dtype=torch.bfloat16),
+            "transposed": torch.full((4, 7), fill).T,
+            "strided": base[::2, 1::3],
+            "tied": base,
+            "scalar": torch.tensor(fill),
+            "empty": torch.empty(0, 4),
+            "whole numbers": torch.full((3,), int(fill)),
+        },
+        "step": int(fill),
+    }
+
+
+def change(tree: dict[str, Any], fill: float) -> None:
+    for tensor in tree["model"].values():
+        tensor.fill_(fill)
+
+
+def assert_holds(url: str, fill: float) -> None:
+    stored = ckptlib.read(url)
+    for name, tensor in state(fill)["model"].items():
+        assert torch.equal(stored[f"model.{name}"], tensor), name
+    target = state(0)
+    ckptlib.load(target, url)
+    assert target["step"] == fill
+
+
+def committed(root: str) -> list[str]:
+    return sorted(path.parent.name for path in Path(root).glob("iter_*/metadata.json"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    left = [p for p in psutil.process_iter() if p.pid not in before and "ckptlib.worker" in " ".join(p.cmdline())]
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert not alive
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.commits: list[int] = []
+
+    def attempt_started(self, event: AttemptEvent) -> None:
+        pass
+
+    def committed(self, event: CommitEvent) -> None:
+        self.commits.append(event.manifest.begin.iteration)
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_p05_what_changes_after_save_returns_is_not_in_the_checkpoint(root: str, kind: Any) -> None:
+    """P05 (pytorch#144657), for every layout of memory; iterations become checkpoints in order."""
+    listener = Listener()
+    options = AsyncOptions(worker=kind, max_in_flight=2)
+    with Checkpointer(root, run="run", io_mode="async", background=options, listeners=[listener]) as job:
+        tree = state(0)
+        for iteration in range(1, 5):
+            change(tree, iteration)
+            tree["step"] = iteration
+            pending = job.save(tree, iteration=iteration)
+            change(tree, -1)
+            assert pending.bytes > 0
+        assert pending.wait(60).files == 1
+        job.poll()
+        for iteration in range(1, 5):
+            assert_holds(f"{root}/iter_{iteration:07d}", iteration)
+            assert ckptlib.verify(f"{root}/iter_{iteration:07d}").ok
+        assert listener.commits == [1, 2, 3, 4]
+        assert Path(root, "latest_checkpointed_iteration.txt").read_text() == "4"
+        assert ckptlib.inspect(f"{root}/iter_0000004").manifest.begin.io_mode == "async"  # type: ignore[union-attr]
+    resumed = state(0)
+    assert Checkpointer(root, run="run").restore(resumed).iteration == 4
+
+
+def test_memory_is_staged_in_once_and_used_again(root: str) -> None:
+    with Checkpointer(root, run="run", io_mode="async", background=THREAD) as job:
+        made = []
+        with mock.patch.object(async_save.Pool, "take", autospec=True, side_effect=async_save.Pool.take) as take:
+            for iteration in range(6):
+                job.save(state(iteration), iteration=iteration)
+            made = [call.args[0] for call in take.call_args_list]
+        assert len(set(map(id, made))) == 1
+        assert job.drain(60)
+        assert len(job._background._pool._free) == 1
+
+
+def slow(gate: threading.Event) -> Callable[..., Outcome]:
+    def run(job: Job, *args: Any) -> Outcome:
+        assert gate.wait(60)
+        return background.run_job(job, *args)
+
+    return run
+
+
+@pytest.mark.parametrize("at_limit", ["skip", "error", "wait"])
+def test_what_happens_at_the_limit_is_what_the_caller_chose(root: str, at_limit: Any) -> None:
+    gate, notices = threading.Event(), list[Notice]()
+    options = AsyncOptions(worker="thread", at_limit=at_limit)
+    with (
+        mock.patch.object(async_save, "run_job", slow(gate)),
+        Checkpointer(root, run="run", io_mode="async", background=options, on_event=notices.append) as job,
+    ):
+        job.save(state(1), iteration=1)
+        if at_limit == "skip":
+            assert job.save(state(2), iteration=2).save_id == ""
+            assert [notice.name for notice in notices] == ["save_skipped"]
+        elif at_limit == "error":
+            with pytest.raises(SaveLimitError, match="1 saves are in flight on rank 0"):
+                job.save(state(2), iteration=2)
+        else:
+            threading.Timer(0.2, gate.set).start()
+            job.save(state(2), iteration=2)
+        gate.set()
+        assert job.drain(60)
+    assert committed(root) == ["iter_0000001", "iter_0000002"][: 2 if at_limit == "wait" else 1]
+    assert_holds(f"{root}/iter_0000001", 1)
+
+
+def test_a_synchronous_save_waits_for_those_in_flight(root: str) -> None:
+    gate = threading.Event()
+    with (
+        mock.patch.object(async_save, "run_job", slow(gate)),
+        Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
+    ):
+        job.save(state(1), iteration=1)
+        threading.Timer(0.2, gate.set).start()
+        job.save(state(2), iteration=2, io_mode="sync")
+        assert Path(root, "iter_0000001/metadata.json").exists()
+
+
+def test_a_save_that_fails_in_the_background_is_told_once_and_harms_no_other(root: str) -> None:
+    notices: list[Notice] = []
+    with Checkpointer(root, run="run", io_mode="async", background=THREAD, on_event=notices.append) as job:
+        job.save(state(1), iteration=1).wait(60)
+        with mock.patch.object(background, "write_package", side_effect=OSError(28, "No space left on device")):
+            pending = job.save(state(2), iteration=2)
+            with pytest.raises(BackgroundSaveError, match=r"iteration 2 .*No space left"):
+                pending.wait(60)
+        with pytest.raises(BackgroundSaveError, match=r"iteration 2 .*No space left") as caught:
+            job.save(state(3), iteration=3)
+        assert caught.value.iteration == 2
+        job.save(state(4), iteration=4).wait(60)
+        assert [notice.name for notice in notices] == ["save_failed"]
+    assert sorted(path.parent.name for path in Path(root).glob("iter_*/metadata.json")) == [
+        "iter_0000001",
+        "iter_0000004",
+    ]
+    assert Checkpointer(root, run="run").restore(state(0)).iteration == 4
+
+
+def test_the_last_save_that_failed_is_told_when_the_checkpointer_is_closed(root: str) -> None:
+    job = Checkpointer(root, run="run", io_mode="async", background=THREAD)
+    with mock.patch.object(background, "write_package", side_effect=OSError("gone")):
+        job.save(state(1), iteration=1)
+        with pytest.raises(BackgroundSaveError, match="gone"):
+            job.close()
+    with pytest.raises(StateError, match="closed"):
+        job.save(state(2), iteration=2)
+
+
+def test_a_worker_that_is_killed_fails_its_save_and_is_replaced(root: str) -> None:
+    with Checkpointer(root, run="run", io_mode="async") as job:
+        job.prepare(1 << 20)
+        process = job._background._worker
+        assert isinstance(process, worker.WorkerProcess)
+        os.kill(process.pid, signal.SIGSTOP)
+        pending = job.save(state(1), iteration=1)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(BackgroundSaveError, match=r"iteration 1 .*worker process ended"):
+            pending.wait(60)
+        with pytest.raises(BackgroundSaveError, match="iteration 1"):
+            job.save(state(2), iteration=2)
+        job.save(state(3), iteration=3).wait(60)
+    assert_holds(f"{root}/iter_0000003", 3)
+
+
+def test_an_iteration_that_exists_is_refused_before_anything_is_staged(root: str) -> None:
+    """W9."""
+    with Checkpointer(root, run="run", io_mode="async", background=THREAD) as job:
+        job.save(state(1), iteration=1).wait(60)
+        with pytest.raises(CheckpointExistsError):
+            job.save(state(1), iteration=1)
+        job.save(state(2), iteration=1, on_exists="replace").wait(60)
+    assert_holds(f"{root}/iter_0000001", 2)
+
+
+def test_a_save_beyond_the_staging_budget_is_refused_and_leaves_no_checkpoint(root: str) -> None:
+    options = AsyncOptions(worker="thread", staging_budget=64)
+    with Checkpointer(root, run="run", io_mode="async", background=options) as job:
+        with pytest.raises(StagingError, match="does not fit into the staging budget"):
+            job.save(state(1), iteration=1)
+        assert not list(Path(root).glob("iter_*/metadata.json"))
+        job.save(state(1), iteration=1, io_mode="sync")
+
+
+def test_what_a_worker_process_cannot_reach_is_refused_at_once() -> None:
+    with pytest.raises(UnsupportedError, match=r"memory://.*worker='thread'"):
+        Checkpointer("memory://async/run", run="run", io_mode="async", single_writer=True)
+    with Checkpointer("memory://async/run", run="run", io_mode="async", background=THREAD, single_writer=True) as job:
+        job.save(state(1), iteration=1).wait(60)
+    assert_holds("memory://async/run/iter_0000001", 1)
+
+
+@pytest.mark.parametrize("options", [{"max_in_flight": 0}, {"at_limit": "hope"}, {"worker": "fork"}], ids=str)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(StateError, match=next(iter(options))):
+        AsyncOptions(**options)
+
+
+TRAINER = """
+    import os, signal, sys, torch
+    from ckptlib import Checkpointer
+    job = Checkpointer(sys.argv[1], run="run", io_mode="async")
+    job.save({"model": {"w": torch.arange(1 << 20)}}, iteration=7)
+    print("staged", flush=True)
+    if sys.argv[2] == "itself":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("whom", ["itself", "its process group"])
+def test_p17_a_trainer_that_is_killed_after_staging_loses_nothing(root: str, whom: str) -> None:
+    """P17 (KempnerForge#102), W7: the worker finishes, commits, moves the tracker and ends; no memory has a name."""
+    shared = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", textwrap.dedent(TRAINER), root, whom]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "staged\n"
+        if whom != "itself":
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait(30)
+    tracker = Path(root, "latest_checkpointed_iteration.txt")
+    deadline = time.monotonic() + 60
+    while not tracker.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert tracker.read_text() == "7"
+    assert torch.equal(ckptlib.read(f"{root}/iter_0000007")["model.w"], torch.arange(1 << 20))
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def two_ranks(rank: int, root: str) -> list[str]:
+    """Rank 1's worker fails at iteration 2; what each rank sees."""
+    seen = []
+    options = AsyncOptions(worker="thread")
+    with Checkpointer(root, run="run", io_mode="async", background=options) as job:
+        for iteration in (1, 2, 3, 4):
+            tree = {"w": ckptlib.ShardedTensor.from_rank_offsets("w", torch.full((2,), float(iteration)), (0, rank, 2))}
+            failing = rank == 1 and iteration == 2
+            try:
+                with mock.patch.object(
+                    background, "write_package", side_effect=OSError("disk of rank 1") if failing else None,
+                    wraps=None if failing else background.write_package,
+                ):  # fmt: skip
+                    job.save(tree, iteration=iteration)
+                    job.drain(60)
+                seen.append("saved")
+            except (BackgroundSaveError, RankFailedError) as error:
+                seen.append(f"failed: {'iteration 2' in str(error) and 'disk of rank 1' in str(error)}")
+    return seen
+
+
+def test_a_failure_on_one_rank_surfaces_on_every_rank_at_the_next_save(root: str) -> None:
+    """P20 as a kind: the commit needs every record; rank 0 does not wait for one that will not come."""
+    assert run_ranks(2, two_ranks, root) == [["saved", "saved", "failed: True", "saved"]] * 2
+    assert committed(root) == ["iter_0000001", "iter_0000004"]
+    assert ckptlib.read(f"{root}/iter_0000004")["w"].tolist() == [4.0] * 4
