@@ -179,7 +179,7 @@ def merge(factory: ShardedTensorFactory, built: Any) -> None:
                 f"factory {factory.key!r}: it merged {merged.dtype} {tuple(merged.shape)}, its tensor is {data.dtype} "
                 f"{tuple(data.shape)}"
             )
-        if merged.data_ptr() != data.data_ptr() or merged.stride() != data.stride():
+        if not (_share_storage(merged, data) and _layout(merged) == _layout(data)):
             data.copy_(merged)
 
 
@@ -271,7 +271,14 @@ def _memory_runs(tensor: torch.Tensor) -> tuple[npt.NDArray[np.int64], int] | No
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    try:
+        return one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass that has other tensors, and no memory of its own
+        return False
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.stride()
 
 
 @dataclass(frozen=True)

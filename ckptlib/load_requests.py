@@ -95,8 +95,8 @@ class _Stored:
 
     def objects_below(self, prefix: str) -> list[str]:
         """See `ckptlib.optim.StoredState`."""
-        index = self._source.index
-        return [rest for rest, stored in self._below(prefix, index.object_keys_below) if index.has_object(stored)]
+        source = self._source
+        return [rest for rest, stored in self._below(prefix, source.object_keys_below) if source.has_object(stored)]
 
     def _below(self, prefix: str, keys_below: Callable[[str], list[str]]) -> list[tuple[str, str]]:
         """Rests of keys below a prefix, and their stored names: candidates, not all of them stored."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,10 +147,28 @@ class Source:
     def objects_below(self, prefix: str) -> list[str]:
         """See `ckptlib.optim.StoredState`."""
         start = prefix + "."
-        return [key.removeprefix(start) for key in self.index.object_keys_below(start)]
+        return [key.removeprefix(start) for key in self.object_keys_below(start)]
+
+    def object_keys_below(self, start: str) -> list[str]:
+        """Names of objects and plain values that begin with `start`; of a common state also the dicts and lists in it.
+
+        See `has_object`.
+        """
+        return [
+            *self.index.object_keys_below(start),
+            *(key for key in _paths(self._common_values) if key.startswith(start)),
+        ]
 
 
 _ABSENT = object()
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of everything in nested dicts and lists."""
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        yield f"{prefix}{name}"
+        yield from _paths(value, f"{prefix}{name}.")
 
 
 def _at(node: Any, key: str) -> Any:

@@ -242,7 +242,10 @@ class _Walker:
                     self._flat.finishers.append(functools.partial(_put_tuple, value, items, assign))
             case _ if _is_stateful(value):
                 stateful: Any = value
-                inner = stateful.state_dict()
+                if self._stored is not None and hasattr(stateful, "state_to_load"):
+                    inner = stateful.state_to_load(self._stored, dotted(path))
+                else:
+                    inner = stateful.state_dict()
                 if inner:
                     self._walk(path, inner, _refuse_assign(path))
                 self._flat.finishers.append(lambda: stateful.load_state_dict(inner))
@@ -373,7 +376,11 @@ def _is_text(name: str) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`."""
+    """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`.
+
+    One whose state depends on what is stored has ``state_to_load(stored, prefix)`` too: an `optim.StoredState`, and its
+    own dotted path -> what to fill and then hand to `load_state_dict`.
+    """
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not isinstance(value, type)
 
 

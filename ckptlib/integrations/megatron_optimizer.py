@@ -18,6 +18,7 @@ The common state has the parameter groups (``step`` in them), the gradient scale
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 
 from ckptlib import factories
 from ckptlib.errors import StateError, UnsupportedError
+from ckptlib.integrations.megatron_groups import common_step, plain_number, set_groups, steps_per_parameter
+from ckptlib.optim import StoredState
 from ckptlib.sharding import (
     LocalNonpersistentObject,
     ReplicaId,
@@ -37,13 +40,15 @@ from ckptlib.sharding import (
 FORM = "fully_reshardable"
 """What Megatron-Core calls model space (``param_state_sharding_type``)."""
 
-STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Fields of a parameter group that say which parameters are in it."""
-
-SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
-"""Fields of a parameter group that a user may override; Megatron-Core tells groups apart by these too."""
-
 Placed = ShardedTensor | ShardedTensorFactory
+
+Made = list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Main parameters of which the optimizer had no moments yet, and the moments that were made."""
+
+_MAIN = ("param", "fp32_param")
+_GROUPS = ("optimizer", "param_groups")
+_COMMON_NAME = re.compile(r"(?:(\d+)\.)?(optimizer|grad_scaler|param_state_sharding_type|param_groups|state)")
+"""A plain value of an optimizer, or of one in a chain, in the common state."""
 
 
 class OptimizerState:
@@ -67,21 +72,67 @@ class OptimizerState:
 
     def state_dict(self) -> dict[Any, Any]:
         """What is stored: sharded tensors and, for the common state, plain values."""
-        by_parameter: dict[int, Placed] = {}
-        for piece in self._placed():
-            by_parameter.setdefault(id(piece.data), piece)
-        states = [_state_of(member, by_parameter) for member in self._members]
-        return states[0] if len(states) == 1 else dict(enumerate(states))
+        return self._tensors() | self._values()
+
+    def state_to_load(self, stored: StoredState, prefix: str) -> dict[Any, Any]:
+        """What to fill from a checkpoint, whichever of the supported optimizers, or chain of them, wrote it.
+
+        Tensors are asked for as they are needed: the experts' have the same names, whether one optimizer has them or,
+        with expert parallelism, a second. Plain values are asked for as they are stored.
+        """
+        main = next((name for name in _MAIN if stored.tensors_below(f"optimizer.state.{name}")), None)
+        found = [match.groups() for match in map(_COMMON_NAME.fullmatch, stored.objects_below(prefix)) if match]
+        names = {name for _, name in found}
+        lacking = (*(_GROUPS if names.isdisjoint(_GROUPS) else ()), *({"grad_scaler"} - names))
+        # What is not stored at all is asked for in its own place: it is missing, and will be called so.
+        found += [(place, name) for place, own in _places(self._values()) for name in own if name in lacking]
+        wanted: dict[Any, Any] = self._tensors(main)
+        for place, name in found:
+            (wanted if place is None else wanted.setdefault(int(place), {}))[name] = WholeValue(None)
+        return wanted
+
+    def reload_model_params(self) -> None:
+        """Makes main parameters from the weights: `Checkpointer.restore` asks for it when it loaded weights alone."""
+        for member in self._members:
+            if not _is_stub(member):
+                member.reload_model_params()
 
     def load_state_dict(self, state_dict: Mapping[Any, Any]) -> None:
-        """Gives a filled `state_dict` to the optimizer. Tensors are already in place.
+        """Gives a filled `state_to_load`, or a `state_dict`, to the optimizer. Tensors are already in place.
 
         Raises:
             StateError: a parameter group of the optimizer has no counterpart in the checkpoint.
         """
-        states = [state_dict] if len(self._members) == 1 else [state_dict[i] for i in range(len(self._members))]
-        for member, state in zip(self._members, states, strict=True):
-            _finish(member, state)
+        places = [values for _, values in _places(state_dict)]
+        scaler = next((values["grad_scaler"].obj for values in places if "grad_scaler" in values), None)
+        groups, step = _stored_groups(places)
+        for member, made in zip(self._members, state_dict["made"].obj, strict=True):
+            for main, moments in made:
+                member.optimizer.state[main].update(moments)
+            if getattr(member, "grad_scaler", None) and scaler is not None:
+                member.grad_scaler.load_state_dict(scaler)
+            if groups and not _is_stub(member):
+                set_groups(member.optimizer, groups, step)
+
+    def _values(self) -> dict[Any, Any]:
+        """The plain values, of several optimizers by number."""
+        values = [_common(member) for member in self._members]
+        return values[0] if len(values) == 1 else dict(enumerate(values))
+
+    def _tensors(self, main: str | None = None) -> dict[Any, Any]:
+        """The sharded tensors, and the moments that were made for them: a load adopts these, a save drops them.
+
+        Args:
+            main: what stored main parameters are called; None: as each optimizer calls them.
+        """
+        by_parameter: dict[int, Placed] = {}
+        for piece in self._placed():
+            by_parameter.setdefault(id(piece.data), piece)
+        made: list[Made] = [[] for _ in self._members]
+        tensors = [
+            [*_tensors_of(member, by_parameter, its, main)] for member, its in zip(self._members, made, strict=True)
+        ]
+        return {"param_state": tensors, "made": LocalNonpersistentObject(made)}
 
 
 def members(optimizer: Any) -> Iterator[Any]:
@@ -127,42 +178,38 @@ def content_metadata(optimizer: Any) -> dict[str, Any]:
 # --- what is stored ---------------------------------------------------------------------------------------------------
 
 
-def _state_of(member: Any, by_parameter: Mapping[int, Placed]) -> dict[str, Any]:
-    if member.optimizer is None or getattr(member, "is_stub_optimizer", False):
-        return {}  # no parameter is trained here
-    made: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+def _tensors_of(member: Any, by_parameter: Mapping[int, Placed], made: Made, main: str | None) -> Iterator[Placed]:
+    if _is_stub(member):
+        return iter(())
     if _is_distributed(member):
-        tensors: list[Placed] = [*_ranges(member, by_parameter, made)]
-        state: dict[str, Any] = {"param_state": tensors, "param_state_sharding_type": FORM}
-    else:
-        tensors = [*_whole(member, by_parameter, made)]
-        state = {"tensors": tensors}
-    # Made for this state only: a load adopts them, a save leaves the optimizer as it was.
-    state["made"] = LocalNonpersistentObject(made)
-    if tensors:
-        state |= _common(member)
-    if getattr(member, "grad_scaler", None):
-        state["grad_scaler"] = WholeValue(member.grad_scaler.state_dict())
-    return state
+        return _ranges(member, by_parameter, made, main or "param")
+    return _whole(member, by_parameter, made, main or "fp32_param")
 
 
 def _common(member: Any) -> dict[str, Any]:
-    """The parameter groups, without their members, in the places where Megatron-Core reads them."""
-    groups = [{k: _number(v) for k, v in g.items() if k != "params"} for g in member.optimizer.param_groups]
-    step = _step(member.optimizer)
+    """Parameter groups, without their members, and the rest of the plain values, where Megatron-Core reads them."""
+    values: dict[str, Any] = {}
+    if not _is_stub(member) and any(group["params"] for group in member.optimizer.param_groups):
+        groups = [
+            {name: plain_number(value) for name, value in group.items() if name != "params"}
+            for group in member.optimizer.param_groups
+        ]
+        step = common_step(member.optimizer)
+        state = {"common_step": torch.tensor(float(step))} if steps_per_parameter(member.optimizer) else {}
+        if _is_distributed(member):
+            values["optimizer"] = {"param_groups": [group | {"step": step} for group in groups]}
+        elif hasattr(member, "fp32_from_float16_groups"):
+            values["optimizer"] = {"state": state, "param_groups": groups}
+        else:
+            values |= {"state": state, "param_groups": groups}
     if _is_distributed(member):
-        return {"optimizer": WholeValue({"param_groups": [group | {"step": step} for group in groups]})}
-    state = {} if not _steps_per_parameter(member.optimizer) else {"common_step": torch.tensor(float(step))}
-    if hasattr(member, "fp32_from_float16_groups"):
-        return {"optimizer": WholeValue({"state": state, "param_groups": groups})}
-    return {"state": WholeValue(state), "param_groups": WholeValue(groups)}
+        values["param_state_sharding_type"] = FORM
+    if getattr(member, "grad_scaler", None):
+        values["grad_scaler"] = member.grad_scaler.state_dict()
+    return {name: WholeValue(value) for name, value in values.items()}
 
 
-def _ranges(
-    member: Any,
-    by_parameter: Mapping[int, Placed],
-    made: list[tuple[torch.Tensor, dict[str, torch.Tensor]]],
-) -> Iterator[ShardedTensor]:
+def _ranges(member: Any, by_parameter: Mapping[int, Placed], made: Made, main_name: str) -> Iterator[ShardedTensor]:
     """The ranges that this rank owns, of main parameters and moments, as boxes of the parameters' global tensors."""
     mains = dict(_mains(member))
     for buffer in member.gbuf_ranges:
@@ -173,7 +220,7 @@ def _ranges(
                     owned = ranges["param"]
                     # Of the data-parallel ranks only this one has the range; instances of the optimizer are copies.
                     replica_id = _with_last(piece.replica_id, member.distributed_optimizer_instance_id)
-                    for name, tensor in {"param": main, **_moments(member, main, made)}.items():
+                    for name, tensor in {main_name: main, **_moments(member, main, made)}.items():
                         key = f"optimizer.state.{name}.{piece.key}"
                         yield from _range_of(piece, key, owned.start, owned.end, tensor, replica_id)
 
@@ -195,15 +242,11 @@ def _range_of(
     )
 
 
-def _whole(
-    member: Any,
-    by_parameter: Mapping[int, Placed],
-    made: list[tuple[torch.Tensor, dict[str, torch.Tensor]]],
-) -> Iterator[Placed]:
+def _whole(member: Any, by_parameter: Mapping[int, Placed], made: Made, main_name: str) -> Iterator[Placed]:
     """Main parameters and moments of whole local parameters, placed like the parameters."""
     for parameter, main in _pairs(member):
         piece = _piece_of(parameter, by_parameter)
-        own = {} if main is parameter else {"fp32_param": main}  # an fp32 parameter is its own main parameter
+        own = {} if main is parameter else {main_name: main}  # an fp32 parameter is its own main parameter
         for name, tensor in {**own, **_moments(member, main, made)}.items():
             yield replace(piece, key=f"optimizer.state.{name}.{piece.key}", data=tensor)
 
@@ -230,9 +273,7 @@ def _mains(member: Any) -> Iterator[tuple[int, torch.Tensor]]:
             yield from ((id(parameter), shard) for parameter, shard in zip(group, shards, strict=True))
 
 
-def _moments(
-    member: Any, main: torch.Tensor, made: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
-) -> dict[str, torch.Tensor]:
+def _moments(member: Any, main: torch.Tensor, made: Made) -> dict[str, torch.Tensor]:
     """The optimizer's tensors that are shaped like a main parameter; zeros, noted in `made`, where it has none yet."""
     state = member.optimizer.state.get(main, {})
     found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and _alike(value, main)}
@@ -266,99 +307,35 @@ def _piece_of(parameter: torch.Tensor, by_parameter: Mapping[int, Placed]) -> Pl
 # --- after a load -----------------------------------------------------------------------------------------------------
 
 
-def _finish(member: Any, state: Mapping[str, Any]) -> None:
-    """Moments that were made, the step, options of the parameter groups, the gradient scaler."""
-    if not state:
-        return
-    inner = member.optimizer
-    for main, moments in state["made"].obj:
-        inner.state[main].update(moments)
-    if "grad_scaler" in state:
-        member.grad_scaler.load_state_dict(state["grad_scaler"].obj)
-    if not (state.get("param_state") or state.get("tensors")):
-        return
-    if "optimizer" in state:
-        common = state["optimizer"].obj
-        stored, step = common["param_groups"], common.get("state", {}).get("common_step")
-    else:
-        stored, step = state["param_groups"].obj, state["state"].obj.get("common_step")
-    groups = match_groups(inner.param_groups, stored)
-    if step is None:
-        step = next((group["step"] for group in stored if group.get("step") is not None), None)
-    per_parameter = _steps_per_parameter(inner)
-    for own, group in zip(inner.param_groups, groups, strict=True):
-        for name, value in group.items():
-            if name not in ("params", "step", *STRUCTURE, *SCHEDULE):
-                own[name] = own[name].fill_(value) if isinstance(own.get(name), torch.Tensor) else value
-        if step is not None and not per_parameter:
-            own["step"] = own["step"].fill_(int(step)) if isinstance(own.get("step"), torch.Tensor) else int(step)
-    if step is not None and per_parameter:
-        for group in inner.param_groups:
-            for main in group["params"]:
-                on_device = group.get("capturable") or group.get("fused")
-                kept = inner.state[main].get("step")
-                if not isinstance(kept, torch.Tensor):
-                    kept = torch.zeros((), dtype=torch.float32, device=main.device if on_device else "cpu")
-                inner.state[main]["step"] = kept.fill_(float(step))
+def _places(state: Mapping[Any, Any]) -> Iterator[tuple[str | None, Mapping[str, WholeValue]]]:
+    """(number in a chain or None, its plain values) for every place where there are any."""
+    yield None, {name: value for name, value in state.items() if isinstance(value, WholeValue)}
+    for name, values in state.items():
+        if isinstance(name, int):
+            yield str(name), values
 
 
-def match_groups(own: list[dict[str, Any]], stored: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each parameter group of an optimizer, the stored one.
-
-    Their order is not part of a checkpoint: Megatron-Core compares fields. Groups are equal in `STRUCTURE` and
-    `SCHEDULE`, or in `STRUCTURE` alone where that is enough to tell them apart: then the schedule was changed, and the
-    optimizer's own stays.
-
-    Raises:
-        StateError: a group has no counterpart, or several.
-    """
-    found = []
-    for group in own:
-        alike = [other for other in stored if _fields(other, STRUCTURE) == _fields(group, STRUCTURE)]
-        same = [other for other in alike if _fields(other, SCHEDULE) == _fields(group, SCHEDULE)]
-        candidates = same or alike
-        if len(candidates) != 1:
-            fields = dict(zip((*STRUCTURE, *SCHEDULE), _fields(group, (*STRUCTURE, *SCHEDULE)), strict=True))
-            raise StateError(
-                f"optimizer: {len(candidates)} stored parameter groups fit the one with {fields}; there are "
-                f"{[_fields(other, (*STRUCTURE, *SCHEDULE)) for other in stored]}"
-            )
-        found.append(candidates[0])
-    return found
+def _stored_groups(places: Iterable[Mapping[str, WholeValue]]) -> tuple[list[Mapping[str, Any]], float | None]:
+    """All parameter groups, and how often the optimizer had stepped."""
+    groups: list[Mapping[str, Any]] = []
+    steps: list[Any] = []
+    for values in places:
+        inner = values["optimizer"].obj or {} if "optimizer" in values else {}
+        state = values["state"].obj if "state" in values else inner.get("state")
+        own = values["param_groups"].obj if "param_groups" in values else inner.get("param_groups")
+        groups += own or []
+        steps += [(state or {}).get("common_step"), *(group.get("step") for group in own or [])]
+    step = next((step for step in steps if step is not None), None)
+    return groups, None if step is None else float(step)
 
 
-def _fields(group: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """NeMo writes ``pre_wd_mult`` for ``wd_mult``; an absent field and None are the same."""
-    return tuple(group.get(name, group.get(f"pre_{name}")) for name in names)
+def _is_stub(member: Any) -> bool:
+    """Whether no parameter is trained here."""
+    return member.optimizer is None or bool(getattr(member, "is_stub_optimizer", False))
 
 
 def _is_distributed(member: Any) -> bool:
     return hasattr(member, "gbuf_ranges")
-
-
-def _steps_per_parameter(optimizer: Any) -> bool:
-    """torch counts steps per parameter, fused optimizers per group."""
-    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _step(optimizer: Any) -> float | int:
-    """How often it has stepped.
-
-    Raises:
-        StateError: parameters have different steps.
-    """
-    if _steps_per_parameter(optimizer):
-        steps = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
-    else:
-        steps = {int(group["step"]) for group in optimizer.param_groups if group.get("step") and group["params"]}
-    if len(steps) > 1:
-        raise StateError(f"optimizer: parameters have different steps {sorted(steps)}; Megatron-Core knows one")
-    return next(iter(steps), 0)
-
-
-def _number(value: Any) -> Any:
-    """A learning rate that lies on a GPU is a number in the common state."""
-    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def _with_last(replica_id: ReplicaId, last: int) -> ReplicaId:

@@ -184,7 +184,7 @@ def test_views_that_leave_a_hole_or_overlap_are_not_the_tensors_memory() -> None
 # --- through a checkpoint ---------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_two_factories_is_read_by_four(tmp_path: Path) -> None:
+def test_what_one_rank_stored_through_factories_is_read_by_two(tmp_path: Path) -> None:
     """Saved as by one rank of TP=1, loaded as by each rank of TP=2, straight into its own memory."""
     fc1, fused = numbered(2 * FFN, HIDDEN), numbered(GROUPS * (Q_ROWS + 2 * KV_ROWS), HIDDEN)
     ckptlib.save({"mlp": gated(fc1, 0, 1), "attention": [qkv(fused, 0, 1)]}, str(tmp_path), iteration=1)
@@ -192,7 +192,8 @@ def test_a_checkpoint_of_two_factories_is_read_by_four(tmp_path: Path) -> None:
     for t in range(2):
         want = torch.cat([gate.chunk(2)[t], up.chunk(2)[t]])
         mine, mine_qkv = torch.zeros_like(want), torch.zeros(fused.shape[0] // 2, HIDDEN)
-        report = ckptlib.load({"mlp": gated(mine, t, 2), "attention": [qkv(mine_qkv, t, 2)]}, str(tmp_path))
+        state = {"mlp": gated(mine, t, 2), "attention": [qkv(mine_qkv, t, 2)]}
+        report = ckptlib.load(state, str(tmp_path), check_coverage=False)
         assert torch.equal(mine, want)
         assert torch.equal(mine_qkv, fused.chunk(2)[t])
         assert report.bytes_read == report.bytes_needed == mine.nbytes + mine_qkv.nbytes
@@ -286,7 +287,7 @@ def test_a_gated_tensor_of_another_size_changes_nothing(tmp_path: Path) -> None:
     ckptlib.save({"w": gated(numbered(2 * FFN, HIDDEN), 0, 1)}, str(tmp_path), iteration=1)
     back = torch.zeros(2 * FFN, HIDDEN)
     with pytest.raises(ShapeMismatchError, match="fc1"):
-        ckptlib.load({"w": gated(back, 0, 2)}, str(tmp_path))
+        ckptlib.load({"w": gated(back, 0, 2)}, str(tmp_path), check_coverage=False)
     assert not back.any()
 
 

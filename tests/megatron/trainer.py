@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tied": {"pp": 2, "tied": True},
     "fp16": {"dtype": "float16"},
     "ep2": {"ep": 2, "experts": 2},
+    "ep1": {"experts": 2},
     "float16": {"optimizer": "float16"},
     "fp32": {"optimizer": "fp32", "dtype": "float32"},
     "buckets": {"bucket": 500},
@@ -118,6 +119,23 @@ class Checks:
 
     def what_megatron_wrote_is_loaded_with_experts(self) -> None:
         self._loads("ep2", by_megatron=True, into="ep2")
+
+    def experts_move_between_one_optimizer_and_two(self) -> None:
+        """Megatron-Core itself refuses it: without expert parallelism its chain has one optimizer, with it two."""
+        self._same_as_megatron("ep1")
+        for by_megatron in (True, False):
+            self._loads("ep2", by_megatron=by_megatron, into="ep1")
+            self._loads("ep1", by_megatron=by_megatron, into="ep2")
+
+    def main_parameters_move_between_whole_and_distributed_optimizers(self) -> None:
+        """Which Megatron-Core calls by two names."""
+        from tests.megatron.training import build
+
+        for source, into in (("float16", "dp2"), ("dp2", "float16")):
+            for name in (source, f"{source}_by_megatron"):
+                job = build(self._layout(into))
+                self._restore(job, name)
+                self._continues(job, into)
 
     def what_megatron_wrote_is_loaded_with_a_gradient_scaler(self) -> None:
         self._loads("fp16", by_megatron=True, into="fp16")
