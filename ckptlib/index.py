@@ -173,7 +173,8 @@ class ItemIndex:
 
         def shifted(rows: Sequence[Int64s], counts: Sequence[int]) -> Int64s:
             starts = np.cumsum([0, *counts])[: len(rows)]
-            return joined(rows, (0,)) + np.repeat(starts, [len(row) for row in rows])
+            out: Int64s = joined(rows, (0,)) + np.repeat(starts, [len(row) for row in rows])
+            return out
 
         file_counts = [len(part.files) for part in parts]
         per_tensor = [column.chunk_ends[1:] - column.chunk_ends[:-1] for column in columns]

@@ -191,7 +191,8 @@ class _Pieces:
 def _numbers_of_keys(tables: Sequence[PieceTable], numbers: Mapping[str, int]) -> list[Int64s]:
     """The numbers of each table's names. Most ranks have the names of the rank before."""
     out: list[Int64s] = []
-    last: tuple[str, ...] | None = None
+    last: tuple[str, ...] = ()
+    own: Int64s = np.zeros(0, np.int64)
     for table in tables:
         if table.keys != last:
             last = table.keys
