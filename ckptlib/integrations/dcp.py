@@ -39,6 +39,7 @@ from ckptlib import commit
 from ckptlib import storage as st
 from ckptlib.errors import (
     CheckpointExistsError,
+    CkptError,
     DtypeMismatchError,
     IntegrityError,
     SaveAbortedError,
@@ -60,10 +61,31 @@ _NUMBER = re.compile(r"(\d+)$")
 
 @dataclass(frozen=True)
 class _Ticket:
-    """What the coordinator tells each rank, inside torch's plan."""
+    """What the coordinator tells each rank, inside torch's plan.
+
+    A planner that keeps plans between saves (``enable_plan_caching=True``) hands a kept one to the writer, with the
+    ticket of an earlier save, and drops the one that has just come. So a ticket leaves itself in `_arrived` when it is
+    unpickled.
+    """
 
     begin: Begin
     rank: int
+    place: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self.begin, self.rank, self.place)
+
+
+_arrived: dict[str, _Ticket] = {}
+"""By checkpoint directory: the newest ticket that reached this process and is not used yet."""
+
+_names_of_ranks: dict[int, frozenset[str]] = {}
+"""On the coordinator, by rank: the parts in the last whole plan. A planner that keeps plans sends none that it kept."""
+
+
+def _arrive(begin: Begin, rank: int, place: str) -> _Ticket:
+    ticket = _arrived[place] = _Ticket(begin, rank, place)
+    return ticket
 
 
 class CkptWriter(StorageWriter):
@@ -79,7 +101,8 @@ class CkptWriter(StorageWriter):
 
     Raises:
         CheckpointExistsError, SaveAbortedError, OSError: inside torch's `CheckpointException`, on the coordinator.
-        UnsupportedError: a plan that torch kept from an earlier save (``enable_plan_caching=True``).
+        DtypeMismatchError: likewise, when torch kept a plan (``enable_plan_caching=True``) and a tensor has another
+            dtype now: torch does not compare them, and its metadata would be wrong.
     """
 
     def __init__(
@@ -97,7 +120,7 @@ class CkptWriter(StorageWriter):
         self._iteration = iteration
         self._run = run
         self._on_exists = on_exists
-        self._used: set[str] = set()
+        self._rank = 0
         self._begin: Begin | None = None
         self._open(url)
 
@@ -108,7 +131,7 @@ class CkptWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whatever has a path or an fsspec URL."""
-        return bool(os.fspath(checkpoint_id))
+        return _is_place(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins, elsewhere when `checkpoint_id` is given."""
@@ -117,7 +140,8 @@ class CkptWriter(StorageWriter):
         self._begin = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: directories come with the first file."""
+        """Nothing to prepare on storage: directories come with the first file."""
+        self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
@@ -129,7 +153,7 @@ class CkptWriter(StorageWriter):
         committed = [save.save_id for save in saves if save.committed]
         if self._on_exists != "replace" and commit.is_committed(self._storage, self._path):
             raise CheckpointExistsError(
-                f"{self._storage.url(self._path)}: holds a committed checkpoint. Save elsewhere, or use "
+                f"{self._storage.url(self._path)}: Checkpoint already exists, and is committed. Save elsewhere, or use "
                 "CkptWriter(..., on_exists='replace') to supersede it."
             )
         number = _NUMBER.search(st.basename(self._path))
@@ -148,18 +172,19 @@ class CkptWriter(StorageWriter):
             replaces=tuple(committed),
         )
         commit.begin_save(self._storage, self._path, self._begin)
-        return [replace(plan, storage_data=_Ticket(self._begin, rank)) for rank, plan in enumerate(plans)]
+        tickets = [_Ticket(self._begin, rank, self._place) for rank in range(len(plans))]
+        _arrived[self._place] = tickets[self._rank]  # the coordinator's own does not travel
+        return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and its record; durable when it returns."""
-        ticket = plan.storage_data
-        if not isinstance(ticket, _Ticket) or ticket.begin.save_id in self._used:
+        ticket = _arrived.pop(self._place, None)
+        if ticket is None:
             raise UnsupportedError(
-                "CkptWriter: torch handed over the plan of an earlier save. Plan caching compares no dtypes and cannot "
-                "be used here: make the planner with enable_plan_caching=False."
+                f"{self._place}: CkptWriter was given a plan that its coordinator did not see. Its methods are called "
+                "by torch's `save`, once each, in every process that saves."
             )
         begin = ticket.begin
-        self._used.add(begin.save_id)
         blobs = [
             Blob(item.index.fqn, _object_bytes(item, planner), wrapped="/shard_" in item.index.fqn)
             for item in plan.items
@@ -196,6 +221,10 @@ class CkptWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    @property
+    def _place(self) -> str:
+        return self._storage.url(self._path)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits (W3, W4), on the coordinator; torch's own metadata, with its planner data, becomes the export."""
@@ -244,7 +273,7 @@ class CkptReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whatever has a path or an fsspec URL."""
-        return bool(os.fspath(checkpoint_id))
+        return _is_place(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, from elsewhere when `checkpoint_id` is given."""
@@ -343,6 +372,11 @@ def _leaf(item: WriteItem, planner: SavePlanner) -> TensorLeaf:
     described = item.tensor_data
     if not isinstance(tensor, torch.Tensor) or described is None:
         raise StateError(f"tensor {item.index.fqn!r}: the planner resolved it to {type(tensor).__name__}")
+    if tensor.dtype != described.properties.dtype:
+        raise DtypeMismatchError(
+            f"tensor {item.index.fqn!r} is {tensor.dtype}, and torch kept the plan of an earlier save, when it was "
+            f"{described.properties.dtype}. Save with a planner of its own: enable_plan_caching=False."
+        )
     box = Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
     return TensorLeaf(item.index.fqn, tensor.detach(), tuple(described.size), box, True)
 
@@ -364,4 +398,15 @@ def _plan_digest(plans: Sequence[SavePlan]) -> str:
 
 
 def _contents(plans: Sequence[SavePlan]) -> tuple[str, ...]:
-    return tuple(sorted({item.index.fqn.partition(".")[0] for plan in plans for item in plan.items}))
+    for rank, plan in enumerate(plans):
+        if plan.usable:
+            _names_of_ranks[rank] = frozenset(item.index.fqn.partition(".")[0] for item in plan.items)
+    return tuple(sorted(frozenset().union(*(_names_of_ranks.get(rank, ()) for rank in range(len(plans))))))
+
+
+def _is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
+    try:
+        st.resolve(os.fspath(checkpoint_id))
+    except (CkptError, ValueError, ImportError):  # no such protocol, or its package is not installed
+        return False
+    return bool(os.fspath(checkpoint_id))

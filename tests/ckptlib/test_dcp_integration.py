@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ckptlib
 from ckptlib import commit
 from ckptlib import storage as st
 from ckptlib.integrations.dcp import CkptReader, CkptWriter
+from ckptlib.source import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -64,7 +66,7 @@ def test_a_committed_checkpoint_is_not_overwritten_unless_asked(tmp_path: Path) 
     """W9."""
     url = str(tmp_path / "ckpt")
     dcp.save(a_state(1), storage_writer=CkptWriter(url))
-    with pytest.raises(CheckpointException, match="holds a committed checkpoint"):
+    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
         dcp.save(a_state(2), storage_writer=CkptWriter(url))
     assert ckptlib.read(url)["model.w"].eq(1).all()
     dcp.save(a_state(2), storage_writer=CkptWriter(url, on_exists="replace"))
@@ -131,13 +133,51 @@ def test_a_hostile_object_is_refused_before_torch_unpickles_it(tmp_path: Path) -
     assert state["x"] is None
 
 
-def test_a_plan_that_torch_kept_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_torch_kept_is_a_save_of_its_own(tmp_path: Path, kept_plans: None) -> None:
+    """Also with a writer of its own: torch keeps plans in the class, for as long as the process lives."""
+    for step in (1, 2, 3):
+        writer = CkptWriter(tmp_path / f"step-{step}")
+        dcp.save(a_state(step), storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+    manifests = [open_source(str(tmp_path / f"step-{step}")).manifest for step in (1, 3)]
+    assert [manifest and manifest.begin.contents for manifest in manifests] == [("empty", "list", "model", "step")] * 2
+    state = a_state(0)
+    dcp.load(state, storage_reader=CkptReader(tmp_path / "step-3"))
+    assert (state["step"], state["model"]["w"].unique().tolist()) == (3, [3])
+    assert ckptlib.verify(str(tmp_path / "step-3")).ok
+
+
+def test_a_kept_plan_of_another_dtype_is_refused(tmp_path: Path, kept_plans: None) -> None:
+    """torch compares no dtypes, and would write metadata that are wrong."""
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    writer = CkptWriter(tmp_path / "a")
-    dcp.save(a_state(1), storage_writer=writer, planner=planner)
+    dcp.save({"w": torch.ones(4)}, storage_writer=CkptWriter(tmp_path / "a"), planner=planner)
     with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
-        dcp.save(a_state(2), storage_writer=writer, planner=planner, checkpoint_id=str(tmp_path / "b"))
+        dcp.save({"w": torch.ones(4).half()}, storage_writer=CkptWriter(tmp_path / "b"), planner=planner)
     assert not (tmp_path / "b" / ".metadata").exists()
+
+
+@pytest.fixture
+def kept_plans() -> Iterator[None]:
+    """torch keeps them in class attributes."""
+    kept = (
+        "_cached_save_plan",
+        "_cached_final_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+    )
+    yield
+    for name in kept:
+        getattr(dcp.SavePlanner, name).clear()
+
+
+def test_a_place_that_no_filesystem_knows_is_not_taken_for_ours() -> None:
+    """torch asks every storage whether it wants a checkpoint id."""
+    for kind in (CkptWriter, CkptReader):
+        assert kind.validate_checkpoint_id("/somewhere")
+        assert kind.validate_checkpoint_id(Path("some/where"))
+        assert kind.validate_checkpoint_id("memory://somewhere")
+        assert not kind.validate_checkpoint_id("abc://abc.abc")
+        assert not kind.validate_checkpoint_id("")
 
 
 def test_torchs_metadata_travels_as_plain_data(tmp_path: Path) -> None:
