@@ -60,6 +60,18 @@ def test_with_more_tensor_ranks_than_expert_shards_each_tensor_rank_writes() -> 
     assert found.legacy_writers == 4
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_legacy_writers_are_the_ranks_with_dp_zero_or_expert_dp_zero(tp: int, etp: int, ep: int) -> None:
+    topology = Topology(tp=tp, pp=2, cp=2, dp=8, ep=ep, etp=etp)
+    writers = 0
+    for rank in range(topology.world_size):
+        at, expert = topology.coordinates(rank), topology.expert_coordinates(rank)
+        writers += (at.dp, at.cp) == (0, 0) or expert.dp == 0
+    assert estimate(10**9, topology, expert_params=10**8).legacy_writers == writers
+
+
 def test_an_offloaded_optimizer_is_in_host_memory_beside_what_is_staged() -> None:
     found = estimate(7_500_000_000, EXAMPLE, assumptions=Assumptions(offload_optimizer=True))
     assert found.offloaded_per_node == 8 * 351_562_500
