@@ -250,6 +250,17 @@ class ItemIndex:
             locations=columns.locations[rows],
         )
 
+    def spans(self, keys: Sequence[str]) -> tuple[Int64s, Int64s]:
+        """Where the chunks of tensors begin and end in `all_chunks`. `KeyError` when one is not stored."""
+        positions = np.fromiter(map(self._position, keys), np.int64, len(keys))
+        return self._columns.chunk_ends[positions], self._columns.chunk_ends[positions + 1]
+
+    @property
+    def all_chunks(self) -> Chunks:
+        """The chunks of all tensors, one after the other, with D axes each (`ckptlib.tiling.padded`): views."""
+        columns = self._columns
+        return Chunks(columns.offsets, columns.shapes, columns.files, columns.locations)
+
     def check_tilings(self) -> None:
         """Checks that the chunks of every tensor cover it exactly once (W3).
 

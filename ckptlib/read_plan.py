@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from ckptlib.index import ItemIndex
+from ckptlib.index import Chunks, ItemIndex
 from ckptlib.sharding import Box
 from ckptlib.tiling import padded
 
@@ -124,43 +124,43 @@ def plan_reads(index: ItemIndex, requests: Requests) -> ReadPlan:
     Every requested key is in the index with as many axes as its box.
     """
     axes = requests.axes
-    rows, counts = [], np.zeros(len(requests), np.int64)
-    parts: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
-    for i, key in enumerate(requests.keys):
-        chunks = index.chunks(key)
-        which: Int64s | slice = slice(None)
-        count = len(chunks)
-        if count > SCANNED:
-            which = _near(chunks.offsets, chunks.shapes, requests.offsets[i], requests.sizes[i])
-            count = len(which)
-        rows.append(np.arange(count) if isinstance(which, slice) else which)
-        counts[i] = count
-        parts.append((chunks.offsets[which], chunks.shapes[which], chunks.files[which], chunks.locations[which]))
-    total = int(counts.sum())
-    offsets, sizes = np.zeros((total, axes), np.int64), np.ones((total, axes), np.int64)
-    stops = np.cumsum(counts).tolist()
-    for (part_offsets, part_sizes, _, _), start, stop in zip(parts, [0, *stops], stops, strict=False):
-        ndim = part_offsets.shape[1]
-        offsets[start:stop, :ndim] = part_offsets
-        sizes[start:stop, :ndim] = part_sizes
-    request = np.repeat(np.arange(len(requests)), counts)
+    starts, stops = index.spans(requests.keys)
+    chunks = index.all_chunks
+    request, rows = _candidates(chunks, requests, starts, stops)
+    offsets, sizes = chunks.offsets[rows, :axes], chunks.shapes[rows, :axes]
     origins = requests.offsets[request]
     low = np.maximum(offsets, origins)
     common = np.minimum(offsets + sizes, origins + requests.sizes[request]) - low
     kept = np.flatnonzero((common > 0).all(axis=1))
-    files = np.concatenate([part[2] for part in parts]) if parts else np.zeros(0, np.int64)
-    locations = np.concatenate([part[3] for part in parts]) if parts else np.zeros((0, 5), np.int64)
-    chunk = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    request, rows = request[kept], rows[kept]
     return ReadPlan(
-        request=request[kept].astype(np.int32),
-        chunk=chunk[kept].astype(np.int32),
-        file=files[kept].astype(np.int32),
-        locations=locations[kept],
+        request=request.astype(np.int32),
+        chunk=(rows - starts[request]).astype(np.int32),
+        file=chunks.files[rows].astype(np.int32),
+        locations=chunks.locations[rows].astype(np.int64),
         source=low[kept] - offsets[kept],
         target=low[kept] - origins[kept],
         sizes=common[kept],
-        chunk_sizes=sizes[kept],
+        chunk_sizes=sizes[kept].astype(np.int64),
     )
+
+
+def _candidates(chunks: Chunks, requests: Requests, starts: Int64s, stops: Int64s) -> tuple[Int64s, Int64s]:
+    """(request, chunk) for all chunks of small tensors, and for those of large ones that are near; by request."""
+    counts = stops - starts
+    counts[counts > SCANNED] = 0
+    request = np.repeat(np.arange(len(requests)), counts)
+    rows = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    large = np.flatnonzero(stops - starts > SCANNED).tolist()
+    if not large:
+        return request, rows
+    near = [
+        starts[i] + _near(chunks.offsets[starts[i] : stops[i]], chunks.shapes[starts[i] : stops[i]], requests, i)
+        for i in large
+    ]
+    request = np.concatenate([request, np.repeat(large, [len(found) for found in near])])
+    order = np.argsort(request, kind="stable")
+    return request[order], np.concatenate([rows, *near])[order]
 
 
 def plan_boxes(index: ItemIndex, keys: Sequence[str], chunks: Sequence[int], boxes: Sequence[Box]) -> ReadPlan:
@@ -187,12 +187,11 @@ def plan_boxes(index: ItemIndex, keys: Sequence[str], chunks: Sequence[int], box
     )
 
 
-def _near(offsets: Int64s, sizes: Int64s, offset: Int64s, size: Int64s) -> Int64s:
-    """The rows of a large table of boxes that meet a box on their first axis."""
-    if offsets.shape[1] == 0:
-        return np.arange(len(offsets))
+def _near(offsets: Int64s, sizes: Int64s, requests: Requests, i: int) -> Int64s:
+    """The rows of a large table of boxes that meet a request on their first axis."""
+    first, length = int(requests.offsets[i, 0]), int(requests.sizes[i, 0])
     begin = offsets[:, 0]
-    return np.flatnonzero((begin < offset[0] + size[0]) & (begin + sizes[:, 0] > offset[0]))
+    return np.flatnonzero((begin < first + length) & (begin + sizes[:, 0] > first))
 
 
 def row_major_strides(sizes: Int64s) -> Int64s:

@@ -15,7 +15,7 @@ from ckptlib.load_requests import plan_leaves, target_of
 from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
 from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
-from ckptlib.source import open_source
+from ckptlib.source import Source, open_source
 from ckptlib.state import TensorLeaf, dtype_of
 
 __all__ = ["LoadReport", "load", "read"]
@@ -84,10 +84,17 @@ def load(
     )
     group = new_group(timeout=timeout, name="bare")
     group.next_round()
-    pinned = lead(group, "pin", lambda: open_source(url, save_id=save_id, storage_options=storage_options).save_id)
+    opened: Source | None = None  # on rank 0
+
+    def pin() -> str | None:
+        nonlocal opened
+        opened = open_source(url, save_id=save_id, storage_options=storage_options)
+        return opened.save_id
+
+    pinned = lead(group, "pin", pin)
 
     def prepare() -> PreparedLoad:
-        source = open_source(url, save_id=pinned, storage_options=storage_options)
+        source = opened or open_source(url, save_id=pinned, storage_options=storage_options)
         beside = source.manifest is None or source.manifest.begin.attempt > 0
         return prepare_load(state, source, options, is_bookkeeping if beside else lambda key: False)
 

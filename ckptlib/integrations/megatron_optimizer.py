@@ -70,6 +70,11 @@ class OptimizerState:
         self._members = list(members(optimizer))
         self._placed = placed
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all members, as the optimizer itself has them: where a restore looks for the learning rate."""
+        return [group for member in self._members if not _is_stub(member) for group in member.optimizer.param_groups]
+
     def state_dict(self) -> dict[Any, Any]:
         """What is stored: sharded tensors and, for the common state, plain values."""
         return self._tensors() | self._values()
