@@ -394,4 +394,5 @@ def _memory(target: Target) -> memoryview | None:
     dense = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     if dense and (dense[-1] != 1 or 0 in dense):
         return None
-    return memory_of(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return memoryview(whole.numpy())  # type: ignore[arg-type]  # ndarray is a buffer
