@@ -174,16 +174,10 @@ class Checks:
         self._megatron_loads("float16", "float16")
 
     def a_checkpointer_saves_and_restores_the_state(self) -> None:
-        import argparse
-
         import ckptlib
         from tests.megatron.training import build, megatron_load, trained
 
-        job = self._trained("dp2")
-        root = self.folder / "run"
-        with ckptlib.Checkpointer(str(root), run="gpt", topology=ckptlib.Topology(dp=2)) as checkpointer:
-            args = argparse.Namespace(num_layers=4, hidden_size=16)
-            checkpointer.save(self._state(job), iteration=job.steps, args=args, progress={"consumed_samples": 16})
+        root = self._run("run")
         job = build(self._layout("tp2"))
         with ckptlib.Checkpointer(str(root), run="gpt", topology=ckptlib.Topology(tp=2)) as checkpointer:
             restored = checkpointer.restore(self._state(job))
@@ -192,6 +186,25 @@ class Checks:
         self._continues(job, "dp2")
         loaded = megatron_load(trained(self._layout("pp2"), steps=1), root / "iter_0000002")
         assert loaded["args"].num_layers == 4
+
+    def weights_alone_make_the_main_parameters_anew(self) -> None:
+        import torch
+
+        import ckptlib
+        from tests.megatron.training import build
+
+        root = self._run("weights")
+        job = build(self._layout("tp2"))
+        with ckptlib.Checkpointer(str(root), run="gpt", topology=ckptlib.Topology(tp=2)) as checkpointer:
+            restored = checkpointer.restore(self._state(job), finetune=True)
+        assert restored.iteration == 0
+        (member,) = job.optimizer.chained_optimizers
+        groups = zip(member.shard_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+        for weights, mains in groups:
+            assert all(torch.equal(weight.float(), main) for weight, main in zip(weights, mains, strict=True))
+        self._save(job, "finetuned")
+        found, wanted = (ckptlib.read(str(self.folder / name)) for name in ("finetuned", "dp2"))
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted if not key.startswith("optimizer."))
 
     def an_optimizer_that_has_not_stepped_is_saved_and_stays_as_it_is(self) -> None:
         from tests.megatron.training import build
@@ -239,6 +252,19 @@ class Checks:
         job = build(self._layout(into, like=source))
         self._restore(job, f"{source}_by_megatron" if by_megatron else source)
         self._continues(job, source)
+
+    def _run(self, name: str) -> Path:
+        """The root of a run that a `Checkpointer` saved once, at iteration 2."""
+        import argparse
+
+        import ckptlib
+
+        job = self._trained("dp2")
+        root = self.folder / name
+        with ckptlib.Checkpointer(str(root), run="gpt", topology=ckptlib.Topology(dp=2)) as checkpointer:
+            args = argparse.Namespace(num_layers=4, hidden_size=16)
+            checkpointer.save(self._state(job), iteration=job.steps, args=args, progress={"consumed_samples": 16})
+        return root
 
     def _megatron_loads(self, source: str, into: str) -> None:
         from tests.megatron.training import megatron_load, trained
