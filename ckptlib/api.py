@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ckptlib import storage as st
+from ckptlib.combinations import WRITERS, check
 from ckptlib.coordination import new_group
 from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
@@ -52,16 +53,17 @@ def save(
         timeout: seconds that a rank waits for another.
 
     Raises:
-        UnsupportedError: this combination of semantic type, format and io mode is not supported.
+        UnsupportedError: this combination of semantic type, format and io mode is impossible (the message says why, and
+            which is the nearest possible one), or not written by this function.
         CheckpointExistsError: W9, or a run's attempt has saved at `url`; nothing was written.
         StateError: the state cannot be saved; names the tensor or path.
         SaveAbortedError, RankFailedError, RankTimeoutError: the save failed; an older checkpoint is unharmed.
         OSError: the storage failed.
     """
-    if (semantic_type, format, io_mode) != ("GLOBAL", "torch_dist", "sync"):
+    writers = WRITERS[check(semantic_type, format, io_mode)]
+    if "ckptlib.save" not in writers:
         raise UnsupportedError(
-            f"semantic_type={semantic_type!r} with format={format!r} and io_mode={io_mode!r} is not supported; "
-            "the nearest is GLOBAL with torch_dist, sync"
+            f"{semantic_type} + {format} + {io_mode} is not written by ckptlib.save, but by {' or '.join(writers)}"
         )
     if run is not None and not isinstance(run, str):
         raise StateError(f"run {run!r}: expected a string")

@@ -71,12 +71,17 @@ POSSIBLE: tuple[Combination, ...] = tuple(
     for io_mode in IO_MODES
 )
 
-WRITERS: Mapping[Combination, str] = {
-    Combination("GLOBAL", "torch_dist", "sync"): "ckptlib.save, Checkpointer.save",
-    Combination("GLOBAL", "torch_dist", "async"): "Checkpointer.save",
-    Combination("TORCH_DCP", "torch_dcp", "sync"): "ckptlib.integrations.dcp.CkptWriter",
+WRITERS: Mapping[Combination, tuple[str, ...]] = {
+    Combination("GLOBAL", "torch_dist", "sync"): ("ckptlib.save", "Checkpointer.save"),
+    Combination("GLOBAL", "torch_dist", "async"): ("Checkpointer.save",),
+    Combination("TORCH_DCP", "torch_dcp", "sync"): ("dcp.save with CkptWriter",),
+    Combination("TORCH_DCP", "torch_dcp", "async"): ("dcp.async_save with CkptWriter",),
 }
-"""What this version writes, and with what. A possible combination that is absent is not written yet."""
+"""What this version writes, and with what. A possible combination that is absent is not written yet.
+
+`dcp` is `torch.distributed.checkpoint`, `CkptWriter` is in `ckptlib.integrations.dcp`. In an ``async_save`` torch
+stages and waits, in its own thread; the manifest does not know of it and says ``sync``.
+"""
 
 _NO_PLACES = Constraint(
     "no-global-places", "a torch.save file does not say where its tensors lie in those of the whole model"
@@ -194,7 +199,7 @@ def tables() -> str:
     """The tables of docs/combinations.md: what is possible, and what is not."""
     lines = ["| semantic type | format | io mode | what it means | written today by |", "|---|---|---|---|---|"]
     for each in POSSIBLE:
-        writer = f"`{WRITERS[each]}`".replace(", ", "`, `") if each in WRITERS else "not yet"
+        writer = ", ".join(f"`{name}`" for name in WRITERS[each]) if each in WRITERS else "not yet"
         lines.append(
             f"| {each.semantic_type} | {each.format} | {each.io_mode} | {MEANING[each.semantic_type]} | {writer} |"
         )
