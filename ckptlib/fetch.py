@@ -161,7 +161,7 @@ class _Fetcher:
         alone = {*large.tolist()}
         start = 0
         for stop in sorted({*new_file.tolist(), *alone, *(row + 1 for row in alone), len(self._plan)}):
-            if start in alone:
+            if start in alone and start < stop:
                 count = -(-int(self._nbytes[start]) // BATCH_BYTES)
                 yield from (_Slice(start, number, count) for number in range(count))
                 start = stop
