@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from ckptlib import errors
     from ckptlib.api import save
     from ckptlib.async_save import AsyncOptions
+    from ckptlib.cadence import Schedule
+    from ckptlib.cadence_loop import Cadence
     from ckptlib.checkpointer import Checkpointer
+    from ckptlib.exit_signals import ExitSignals
     from ckptlib.inspection import CheckpointInfo, inspect
     from ckptlib.parts import ModelParts, OptimizerParts
     from ckptlib.reader import LoadReport, load, read
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncOptions",
+    "Cadence",
     "CheckpointInfo",
     "Checkpointer",
+    "ExitSignals",
     "LoadReport",
     "LocalNonpersistentObject",
     "ModelParts",
@@ -44,6 +49,7 @@ __all__ = [
     "Restored",
     "RngTracker",
     "SaveResult",
+    "Schedule",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -60,8 +66,10 @@ __all__ = [
 
 _HOMES = {
     "AsyncOptions": "async_save",
+    "Cadence": "cadence_loop",
     "CheckpointInfo": "inspection",
     "Checkpointer": "checkpointer",
+    "ExitSignals": "exit_signals",
     "LoadReport": "reader",
     "LocalNonpersistentObject": "sharding",
     "ModelParts": "parts",
@@ -69,6 +77,7 @@ _HOMES = {
     "Restored": "restoring",
     "RngTracker": "rng",
     "SaveResult": "saving",
+    "Schedule": "cadence",
     "ShardedObject": "sharding",
     "ShardedTensor": "sharding",
     "ShardedTensorFactory": "sharding",

@@ -10,20 +10,17 @@ import torch
 import torch.distributed as dist
 
 import ckptlib
-from ckptlib.cadence import Schedule
-from ckptlib.cadence_loop import Cadence
-from ckptlib.exit_signals import ExitSignals
 from tests.support.ranks import run_ranks
 
 
 def train(rank: int, root: str) -> tuple[list[tuple[int, str]], str]:
     """The loop of the module's documentation. Rank 1 gets SIGUSR1 in the middle of step 5."""
     weight = torch.zeros(4)
-    schedule = Schedule(save_interval=3, non_persistent_interval=2, exit_signals=("SIGUSR1",))
+    schedule = ckptlib.Schedule(save_interval=3, non_persistent_interval=2, exit_signals=("SIGUSR1",))
     saved: list[tuple[int, str]] = []
     checkpointer = ckptlib.Checkpointer(root, run="gpt", timeout=30.0)
-    with ExitSignals(schedule.exit_signals) as signals:
-        cadence = Cadence(schedule, signals=signals, timeout=30.0)
+    with ckptlib.ExitSignals(schedule.exit_signals) as signals:
+        cadence = ckptlib.Cadence(schedule, signals=signals, timeout=30.0)
         reason = "it never left"
         for iteration in range(1, 100):
             weight += 1.0
