@@ -15,7 +15,7 @@ from catalog import foreign
 from catalog.catalog import Catalog
 from catalog.entries import FOREIGN_PREFIX, NewCheckpoint, from_commit
 from catalog.rows import CheckpointRow
-from ckptlib import commit, formats, roots
+from ckptlib import commit, exports, formats, roots
 from ckptlib import storage as st
 from ckptlib.errors import CatalogError, CkptError, NotACheckpointError, StaleWriteError
 from ckptlib.events import AttemptEvent, CommitEvent
@@ -388,6 +388,6 @@ def _decide(plan: ScanPlan, storage: st.Storage, root: str) -> tuple[list[Item],
 def _roll_forward(storage: st.Storage, path: str) -> None:
     """Completes the exports of what is adopted (W5); a read-only storage is no reason not to record it."""
     try:
-        commit.roll_forward(storage, path)
+        exports.roll_forward(storage, path)
     except (OSError, CkptError) as error:
         log.warning("%s: its exports could not be completed: %s", storage.url(path), error)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptlib import commit
+from ckptlib import commit, exports
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.manifest import Begin, Decision
@@ -130,7 +130,7 @@ def _commit(storage: st.Storage, path: str, job: Job) -> Decision:
         reason = "records of ranks are damaged, or belong to another plan"
         return commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
     if decision.outcome == "commit":
-        commit.conclude(storage, path, begin)
+        exports.conclude(storage, path, begin)
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
         Announcer(root_storage, root, (), moves_tracker=job.moves_tracker).move_tracker(begin)
     return decision

@@ -137,7 +137,7 @@ def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool 
     begin, decision, damage = None, None, None
     try:
         where = st.join(save_dir(path, save_id), BEGIN)
-        begin_bytes = _get(storage, where)
+        begin_bytes = get_or_none(storage, where)
         begin = None if begin_bytes is None else Begin.decode(begin_bytes, storage.url(where))
         decision = read_decision(storage, path, save_id)
     except IntegrityError as error:
@@ -155,7 +155,7 @@ def read_decision(storage: st.Storage, path: str, save_id: str) -> Decision | No
         RecordError: it is damaged, or speaks of another save.
     """
     where = st.join(save_dir(path, save_id), DECISION)
-    data = _get(storage, where)
+    data = get_or_none(storage, where)
     if data is None:
         return None
     decision = Decision.decode(data, storage.url(where))
@@ -195,15 +195,15 @@ def read_manifest(storage: st.Storage, path: str, save: SaveState) -> Manifest:
         UncommittedError: there is no commit decision.
         IntegrityError: the manifest is missing, or other bytes than were committed.
     """
-    return Manifest.decode(read_manifest_bytes(storage, path, save), _manifest_url(storage, path, save.save_id))
+    return Manifest.decode(read_manifest_bytes(storage, path, save), manifest_url(storage, path, save.save_id))
 
 
 def read_manifest_bytes(storage: st.Storage, path: str, save: SaveState) -> bytes:
     """The bytes of `read_manifest`."""
-    where = _manifest_url(storage, path, save.save_id)
+    where = manifest_url(storage, path, save.save_id)
     if not save.committed or save.decision is None:
         raise UncommittedError(f"{storage.url(path)}: save {save.save_id} was never committed")
-    data = _get(storage, st.join(save_dir(path, save.save_id), MANIFEST))
+    data = get_or_none(storage, st.join(save_dir(path, save.save_id), MANIFEST))
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     digest = hashlib.sha256(data).hexdigest()
@@ -219,7 +219,7 @@ def read_index(storage: st.Storage, path: str, manifest: Manifest) -> ItemIndex:
         IntegrityError: the index is missing, or other bytes than were committed.
     """
     (entry,) = manifest.files_of("index")
-    return ItemIndex.decode(_get_checked(storage, path, entry), storage.url(st.join(path, entry.path)))
+    return ItemIndex.decode(get_checked(storage, path, entry), storage.url(st.join(path, entry.path)))
 
 
 # --- writing: begin, records ------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def progress(storage: st.Storage, path: str, begin: Begin) -> Progress:
     for rank in range(begin.world_size):
         if failure_name(rank) in present:
             where = st.join(directory, failure_name(rank))
-            data = _get(storage, where)
+            data = get_or_none(storage, where)
             try:
                 failed[rank] = "" if data is None else str(records.decode("failure", data, where)["reason"])
             except (RecordError, KeyError) as error:
@@ -309,7 +309,7 @@ def read_records(storage: st.Storage, path: str, begin: Begin) -> Records:
     by_rank: dict[int, RankRecord] = {}
     for rank in range(begin.world_size):
         name = record_name(rank)
-        data = _get(storage, st.join(directory, name)) if name in present else None
+        data = get_or_none(storage, st.join(directory, name)) if name in present else None
         if data is None:
             continue
         try:
@@ -443,148 +443,6 @@ def _decide(storage: st.Storage, path: str, decision: Decision) -> Decision:
     return decision
 
 
-# --- exports ----------------------------------------------------------------------------------------------------------
-
-
-def integrity_bytes(manifest: Manifest) -> bytes:
-    """``integrity.json`` as Megatron-Core writes it: SHA-256 of the files directly in the iteration directory.
-
-    It already names ``.metadata`` and ``metadata.json``, which are written after it.
-    """
-    digests = {entry.path: entry.sha256 for entry in manifest.files if "/" not in entry.path}
-    digests |= {name: sha256 for name, (_, sha256) in manifest.exports.items()}
-    digests[EXPORT_CHECKPOINT] = hashlib.sha256(manifest.encode()).hexdigest()
-    return json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
-
-
-def export_plan(storage: st.Storage, path: str, save: SaveState) -> list[tuple[str, bytes]]:
-    """Name and bytes of every export of a committed save, in the order of W5.
-
-    Raises:
-        IntegrityError: what an export would be copied from is damaged or gone; the export may be all that is left.
-    """
-    manifest_bytes = read_manifest_bytes(storage, path, save)
-    manifest = Manifest.decode(manifest_bytes, _manifest_url(storage, path, save.save_id))
-    exports = [(EXPORT_CHECKPOINT, manifest_bytes)]
-    sources = {entry.role: entry for entry in manifest.files if entry.role in ("common", "metadata")}
-    if "common" in sources:
-        exports.append((EXPORT_COMMON, _get_checked(storage, path, sources["common"])))
-    exports.append((EXPORT_INTEGRITY, integrity_bytes(manifest)))
-    exports.append((EXPORT_METADATA, _get_checked(storage, path, sources["metadata"])))
-    if EXPORT_MARKER in manifest.exports:
-        exports.append((EXPORT_MARKER, MARKER_BYTES))
-    return exports
-
-
-def export_changes(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
-    """What a roll-forward has to change: names to write, and names to remove that a save of another format left.
-
-    The marker is read first. Whoever found a wrong export took the marker away before mending it; so who finds the
-    marker absent and everything else right really saw everything right after that.
-    """
-    stale = [name for name, data in reversed(exports) if _get(storage, st.join(path, name)) != data]
-    names = {name for name, _ in exports}
-    obsolete = [
-        name
-        for name in (EXPORT_MARKER, EXPORT_COMMON)
-        if name not in names and storage.stat(st.join(path, name)) is not None
-    ]
-    return stale, obsolete
-
-
-def roll_forward(storage: st.Storage, path: str) -> SaveState | None:
-    """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
-
-    The format's marker (``metadata.json``; ``.metadata`` for torch_dcp) goes first and comes back last, so a foreign
-    reader sees a whole checkpoint or none. Several may do this at once, and the current save may change meanwhile:
-    whoever was overtaken may have written one export of the older save over a newer one before it noticed. So nobody
-    ends before everything read back is right, not even a process that has been fenced: what it writes is what anyone
-    would, and it must not leave its last write behind.
-
-    Returns:
-        The current save, or None.
-    """
-    while True:
-        save, right = _roll_forward_once(storage, path)
-        if right:
-            return save
-
-
-def _roll_forward_once(storage: st.Storage, path: str) -> tuple[SaveState | None, bool]:
-    """The current save, and whether its exports were found right; if not, they have been written as far as it went."""
-    save = current_save(storage, path)
-    if save is None:
-        return None, True
-    try:
-        exports = export_plan(storage, path, save)
-    except IntegrityError:
-        if _is_current(storage, path, save):
-            raise
-        return save, False  # replaced and removed meanwhile
-    stale, obsolete = export_changes(storage, path, exports)
-    if not stale and not obsolete:
-        _remove_records(storage, path, save)
-        return save, True
-    storage.remove([st.join(path, name) for name in obsolete])
-    marker, _ = exports[-1]
-    if stale and marker not in stale:
-        storage.remove([st.join(path, marker)])
-        stale = [*stale, marker]
-    for name, data in exports:
-        if name not in stale:
-            continue
-        if not _is_current(storage, path, save):
-            break
-        storage.put(st.join(path, name), data)
-    return save, False
-
-
-def _is_current(storage: st.Storage, path: str, save: SaveState) -> bool:
-    newest = current_save(storage, path)
-    return newest is not None and newest.save_id == save.save_id  # by id: a record with a NaN equals nothing
-
-
-def bury(storage: st.Storage, path: str, save_id: str) -> None:
-    """Removes a superseded save: tombstone first, then the files its manifest names, then its records (D2 order)."""
-    save = read_save(storage, path, save_id)
-    tombstone = st.join(path, CONTROL, TOMBSTONES, save_id)
-    if storage.stat(tombstone) is None:
-        storage.put(tombstone, b"")
-    directory = save_dir(path, save_id)
-    if save.decision is not None and save.decision.outcome == "commit":
-        data = _get(storage, st.join(directory, MANIFEST))
-        if data is not None:
-            manifest = Manifest.decode(data, _manifest_url(storage, path, save_id))
-            storage.remove([st.join(path, entry.path) for entry in manifest.files if "/" not in entry.path])
-    rest = [entry.name for entry in storage.list(directory)]
-    storage.remove([st.join(directory, name) for name in sorted(rest, key=lambda name: name == DECISION)])
-    storage.remove([directory])
-
-
-def conclude(storage: st.Storage, path: str, begin: Begin) -> None:
-    """After a commit: exports, and the saves that it replaces. What fails here, anyone can do later (W5, W6)."""
-    try:
-        roll_forward(storage, path)
-        for save_id in begin.replaces:
-            bury(storage, path, save_id)
-    except (OSError, IntegrityError):
-        log.exception("%s: committed, but its exports are not complete yet", storage.url(path))
-
-
-def has_records(storage: st.Storage, path: str, save_id: str) -> bool:
-    """Whether rank records of a save are still there: what the end of a roll-forward removes."""
-    return any(entry.name.startswith("rank_") for entry in storage.list(save_dir(path, save_id)))
-
-
-def _remove_records(storage: st.Storage, path: str, save: SaveState) -> None:
-    if save.begin is None:
-        return
-    directory = save_dir(path, save.save_id)
-    present = {entry.name for entry in storage.list(directory)}
-    names = [record_name(rank) for rank in range(save.begin.world_size) if record_name(rank) in present]
-    storage.remove([st.join(directory, name) for name in names])
-
-
 def _tombstones(storage: st.Storage, path: str) -> set[str]:
     inside = storage.list(st.join(path, CONTROL, TOMBSTONES))
     at_root = storage.list(st.join(root_of(path), CONTROL, TOMBSTONES))
@@ -600,10 +458,10 @@ def _create_or_read(storage: st.Storage, where: str, data: bytes) -> bytes:
     return data
 
 
-def _get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
+def get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
     """A small file of a committed save, compared with the manifest's digest."""
     where = storage.url(st.join(path, entry.path))
-    data = _get(storage, st.join(path, entry.path))
+    data = get_or_none(storage, st.join(path, entry.path))
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -611,12 +469,14 @@ def _get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
     return data
 
 
-def _get(storage: st.Storage, where: str) -> bytes | None:
+def get_or_none(storage: st.Storage, where: str) -> bytes | None:
+    """A small file, or None when it is absent."""
     try:
         return storage.get(where)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _manifest_url(storage: st.Storage, path: str, save_id: str) -> str:
+def manifest_url(storage: st.Storage, path: str, save_id: str) -> str:
+    """Where the manifest of a save is, for messages."""
     return storage.url(st.join(save_dir(path, save_id), MANIFEST))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptlib import commit, formats, records
+from ckptlib import commit, exports, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
 from ckptlib.manifest import Decision, Kind, Manifest
@@ -371,7 +371,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         if save is None:
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
-            if _tidied(found.url, lambda: commit.bury(storage, found.path, save.save_id)):  # noqa: B023 - called here
+            if _tidied(found.url, lambda: exports.bury(storage, found.path, save.save_id)):  # noqa: B023 - called here
                 done.append(Settled(found, save.save_id, None))
             continue
         if save.begin is None or not 0 < save.begin.attempt < attempt:
@@ -391,7 +391,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         # A roll-forward removes the records of its save last. Only the newest can also have been spoilt by a process
         # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.
         if i < COMPARED_AT_START or _is_unfinished(storage, found):
-            _tidied(found.url, lambda: commit.roll_forward(storage, found.path))  # noqa: B023 - called here
+            _tidied(found.url, lambda: exports.roll_forward(storage, found.path))  # noqa: B023 - called here
     return done
 
 
@@ -401,7 +401,7 @@ def _newest_first(found: Found) -> tuple[int, int, str]:
 
 
 def _is_unfinished(storage: st.Storage, found: Found) -> bool:
-    return found.save is not None and commit.has_records(storage, found.path, found.save.save_id)
+    return found.save is not None and exports.has_records(storage, found.path, found.save.save_id)
 
 
 def _tidied(url: str, work: Callable[[], object]) -> bool:

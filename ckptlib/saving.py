@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptlib import commit, formats
+from ckptlib import commit, exports, formats
 from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, hand_out, lead
 from ckptlib.errors import (
@@ -226,7 +226,7 @@ def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
     saves = commit.list_saves(request.storage, request.path)
     for save in saves:
         if save.tombstoned:
-            commit.bury(request.storage, request.path, save.save_id)
+            exports.bury(request.storage, request.path, save.save_id)
     mine = [save for save in saves if save.committed and _same_attempt(save, request.begin)]
     if mine and request.on_exists != "replace":
         raise CheckpointExistsError(
@@ -298,7 +298,7 @@ def _commit(request: SaveRequest, begin: Begin) -> Decision:
             f"{request.storage.url(request.path)}: save {begin.save_id} was aborted by {decision.decided_by}: "
             f"{decision.reason}"
         )
-    commit.conclude(request.storage, request.path, begin)
+    exports.conclude(request.storage, request.path, begin)
     return decision
 
 

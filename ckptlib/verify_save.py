@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptlib import commit, formats, records
+from ckptlib import commit, exports, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, VersionError
 from ckptlib.index import ItemIndex
@@ -190,7 +190,7 @@ def _files(manifest: Manifest, found: Findings) -> dict[str, Expected]:
 
 def _exports(manifest: Manifest, manifest_bytes: bytes) -> dict[str, Expected]:
     """What foreign readers should find beside the save (W5)."""
-    integrity = commit.integrity_bytes(manifest)
+    integrity = exports.integrity_bytes(manifest)
     derived = {commit.EXPORT_CHECKPOINT: manifest_bytes, commit.EXPORT_INTEGRITY: integrity}
     want = {name: Expected(len(data), hashlib.sha256(data).hexdigest(), "writer") for name, data in derived.items()}
     return want | {name: Expected(size, sha256, "writer") for name, (size, sha256) in manifest.exports.items()}

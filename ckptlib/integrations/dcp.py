@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptlib import commit
+from ckptlib import commit, exports
 from ckptlib import storage as st
 from ckptlib.errors import (
     CheckpointExistsError,
@@ -238,11 +238,11 @@ class CkptWriter(StorageWriter):
         if decision is None or decision.outcome == "abort":
             reason = "a rank's record is missing" if decision is None else decision.reason
             raise SaveAbortedError(f"{self._storage.url(self._path)}: save {begin.save_id} was aborted: {reason}")
-        commit.roll_forward(self._storage, self._path)
+        exports.roll_forward(self._storage, self._path)
         for save_id in begin.replaces:
-            commit.bury(self._storage, self._path, save_id)
+            exports.bury(self._storage, self._path, save_id)
         if begin.replaces:  # one of a run's attempt was the current save until now
-            commit.roll_forward(self._storage, self._path)
+            exports.roll_forward(self._storage, self._path)
 
 
 class CkptReader(StorageReader):

@@ -240,7 +240,7 @@ def _noted(notes: Notes, name: str) -> Any:
 
 
 def exports_of(disk: Disk, save: Save) -> dict[str, bytes]:
-    """What the exports of a committed save must be, derived without `commit.export_plan` (W5)."""
+    """What the exports of a committed save must be, derived without `exports.export_plan` (W5)."""
     directory = f"{save.path}/.ckpt/{save.save_id}"
     manifest = disk.file(f"{directory}/manifest.json") or b""
     exports = {

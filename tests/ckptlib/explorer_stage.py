@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, checkpointer, commit, fetch, reader, records, roots, saving
+from ckptlib import Checkpointer, checkpointer, commit, exports, fetch, reader, records, roots, saving
 from ckptlib.coordination import SoloGroup
 from ckptlib.errors import RankTimeoutError
 from tests.ckptlib.explorer import MESSAGE, TIMEOUT, Player
@@ -37,9 +37,9 @@ URL = SCHEME + ROOT
 COLLAPSED = {
     commit: (
         *("list_saves", "read_save", "current_save", "read_decision", "read_records", "read_manifest", "_tombstones"),
-        *("export_changes", "_roll_forward_once", "roll_forward", "bury", "_remove_records"),
         *("try_commit", "decide_abort", "_write_manifest", "publish_record", "write_common"),
     ),
+    exports: ("export_changes", "_roll_forward_once", "roll_forward", "bury", "_remove_records"),
     roots: (
         *("scan", "scan_directory", "newest_attempt", "read_identity", "read_tracker", "tracker_mode"),
         *("open_root", "start_attempt", "settle", "put_tracker", "write_tracker"),
@@ -170,8 +170,8 @@ class Theatre:
             stack.enter_context(mock.patch.object(fetch, "ThreadPoolExecutor", _OneThread))
             for module in (checkpointer, reader):
                 stack.enter_context(mock.patch.object(module, "new_group", self._new_group))
-            stack.enter_context(mock.patch.object(commit, "export_plan", self._watch_export(commit.export_plan)))
-            stack.enter_context(mock.patch.object(commit, "roll_forward", self._end_export(commit.roll_forward)))
+            stack.enter_context(mock.patch.object(exports, "export_plan", self._watch_export(exports.export_plan)))
+            stack.enter_context(mock.patch.object(exports, "roll_forward", self._end_export(exports.roll_forward)))
             for module, names in COLLAPSED.items():
                 for name in names:
                     stack.enter_context(mock.patch.object(module, name, self._collapse(name, getattr(module, name))))
@@ -340,4 +340,4 @@ def adopt(theatre: Theatre) -> None:
             continue
         decision = commit.try_commit(storage, found.path, save.begin, decided_by="adopt")
         if decision is not None and decision.outcome == "commit":
-            commit.roll_forward(storage, found.path)
+            exports.roll_forward(storage, found.path)

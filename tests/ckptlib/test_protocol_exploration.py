@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from ckptlib import commit, roots, saving
+from ckptlib import commit, exports, roots, saving
 from tests.ckptlib import explorer_scenarios as scenarios
 from tests.ckptlib.explorer import Violation
 from tests.ckptlib.explorer_scenarios import Scenario
@@ -117,14 +117,14 @@ def forgets_to_settle() -> AbstractContextManager[Any]:
 
 def writes_the_marker_first() -> AbstractContextManager[Any]:
     """metadata.json comes before the files that it vouches for."""
-    plan = commit.export_plan
-    return mock.patch.object(commit, "export_plan", lambda *args: [plan(*args)[-1], *plan(*args)[:-1]])
+    plan = exports.export_plan
+    return mock.patch.object(exports, "export_plan", lambda *args: [plan(*args)[-1], *plan(*args)[:-1]])
 
 
 def never_looks_back() -> AbstractContextManager[Any]:
     """An exporter that was overtaken leaves its last write where it is."""
-    once = commit._roll_forward_once
-    return mock.patch.object(commit, "_roll_forward_once", lambda *args: (once(*args)[0], True))
+    once = exports._roll_forward_once
+    return mock.patch.object(exports, "_roll_forward_once", lambda *args: (once(*args)[0], True))
 
 
 def buries_before_it_commits() -> AbstractContextManager[Any]:
@@ -133,7 +133,7 @@ def buries_before_it_commits() -> AbstractContextManager[Any]:
 
     def bury_first(storage: Any, path: str, begin: Any, **options: Any) -> Any:
         for save_id in begin.replaces:
-            commit.bury(storage, path, save_id)
+            exports.bury(storage, path, save_id)
         return try_commit(storage, path, begin, **options)
 
     return mock.patch.object(commit, "try_commit", bury_first)

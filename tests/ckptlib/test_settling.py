@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib import Checkpointer, commit, records, roots
+from ckptlib import Checkpointer, commit, exports, records, roots
 from ckptlib.errors import CheckpointExistsError, NoResumePointError, VersionError
 from ckptlib.events import AttemptEvent, CommitEvent
 from ckptlib.storage import resolve
@@ -193,7 +193,7 @@ def test_a_start_does_not_read_every_old_checkpoint_again(tmp_path: Path) -> Non
     job = Checkpointer(root, run="run")
     for iteration in range(roots.COMPARED_AT_START + 4):
         job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
-    with mock.patch.object(commit, "roll_forward", wraps=commit.roll_forward) as rolled:
+    with mock.patch.object(exports, "roll_forward", wraps=exports.roll_forward) as rolled:
         Checkpointer(root, run="run")
     assert rolled.call_count == roots.COMPARED_AT_START
 
@@ -201,7 +201,7 @@ def test_a_start_does_not_read_every_old_checkpoint_again(tmp_path: Path) -> Non
 def test_w5_an_old_checkpoint_whose_exports_were_not_finished_is_finished_at_the_next_start(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     job = Checkpointer(root, run="run")
-    with mock.patch.object(commit, "roll_forward", side_effect=OSError("disk full")):
+    with mock.patch.object(exports, "roll_forward", side_effect=OSError("disk full")):
         job.save({"model": {"w": torch.ones(1)}}, iteration=0)
     for iteration in range(1, roots.COMPARED_AT_START + 2):
         job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
