@@ -64,6 +64,23 @@ def test_a_resume_says_the_same_iteration_twice(root: str) -> None:
     assert (restored.iteration, restored.source_iteration) == (10, 10)
 
 
+def test_a_restore_of_chosen_keys_leaves_the_rest_where_it_was(root: str) -> None:
+    """The optimizer's rate is not the recorded one afterwards, and nobody said that it would be (C38)."""
+    state = job(2)
+    with Checkpointer(root, run="run") as checkpointer:
+        restored = checkpointer.restore(state, keys=["model.*"])
+        assert restored.iteration == 10
+        assert torch.equal(state["model"].weight, job(1)["model"].weight)
+        assert state["optimizer"].param_groups[0]["lr"] == 0.2
+        half = {"net": torch.nn.Linear(4, 4).half()}
+        report = checkpointer.restore(
+            half, keys=["model.*"], rename={"net": "model"}, cast=True, strict="error", load_parallelism="dp"
+        ).report
+    assert torch.equal(half["net"].weight, job(1)["model"].weight.half())
+    assert report is not None
+    assert (report.missing, report.unexpected) == ([], [])
+
+
 class Mixed:
     """An optimizer with fp32 main parameters, as Megatron-Core's: not part of what is loaded."""
 
@@ -151,7 +168,7 @@ def megatron_like(tmp_path: Path) -> str:
 def weights(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "model": [
-            ShardedTensor.from_box("decoder.w", torch.zeros(1, 4, dtype=dtype), (3, 4), (1, 0)),
+            *(ShardedTensor.from_box("decoder.w", torch.zeros(1, 4, dtype=dtype), (3, 4), (i, 0)) for i in range(3)),
             ShardedTensor.from_box("decoder.frozen", torch.zeros(2).bfloat16(), (2,), (0,)),
         ]
     }
@@ -159,14 +176,14 @@ def weights(dtype: torch.dtype) -> dict[str, Any]:
 
 def test_weights_are_loaded_from_the_main_parameters(megatron_like: str) -> None:
     """Exactly in fp32; rounded in bf16, which the option allows by itself. What has none is loaded as it is."""
-    row = torch.linspace(0, 1, 12).reshape(3, 4)[1:2]
+    main = torch.linspace(0, 1, 12).reshape(3, 4)
     with Checkpointer(megatron_like, run="m") as checkpointer:
         exact, rounded = weights(torch.float32), weights(torch.bfloat16)
         checkpointer.restore(exact, finetune=True, load_main_params=True)
         report = checkpointer.restore(rounded, finetune=True, load_main_params=True).report
-    assert torch.equal(exact["model"][0].data, row)
-    assert torch.equal(rounded["model"][0].data, row.bfloat16())
-    assert torch.equal(exact["model"][1].data, torch.ones(2).bfloat16())
+    assert torch.equal(torch.cat([piece.data for piece in exact["model"][:3]]), main)
+    assert torch.equal(torch.cat([piece.data for piece in rounded["model"][:3]]), main.bfloat16())
+    assert torch.equal(exact["model"][3].data, torch.ones(2).bfloat16())
     assert report is not None
     assert report.cast == ["optimizer.state.param.decoder.w"]
     assert (report.missing, report.unexpected) == ([], [])
