@@ -84,7 +84,8 @@ class SaveAbortedError(CkptError):
 class BackgroundSaveError(SaveAbortedError):
     """A save that was written in the background failed; told at the next call. `iteration` is whose."""
 
-    def __init__(self, message: str, *, iteration: int) -> None:
+    def __init__(self, message: str, *, iteration: int | None = None) -> None:
+        # Optional, as everywhere here: an error is sent to other ranks, and made anew there from its message alone.
         super().__init__(message)
         self.iteration = iteration
 
