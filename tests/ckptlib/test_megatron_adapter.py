@@ -301,6 +301,117 @@ def test_an_fp32_optimizer_is_saved_by_the_names_of_its_model_and_loaded_before_
     assert fresh.optimizer.state[other.weight]["step"] == 4
 
 
+class Range:
+    """`megatron.core.optimizer.distrib_optimizer.Range`."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+
+class Distributed:
+    """`DistributedOptimizer`: a rank's share of a buffer of parameters, no matter where rows end."""
+
+    distributed_optimizer_instance_id = 0
+
+    def __init__(self, parameters: list[torch.nn.Parameter], dp: int, rank: int) -> None:
+        total = sum(parameter.numel() for parameter in parameters)
+        low, high = total * rank // dp, total * (rank + 1) // dp
+        param_map, at = {}, 0
+        for parameter in parameters:
+            start, end = max(low - at, 0), min(high - at, parameter.numel())
+            if start < end:
+                param_map[parameter] = {"param": Range(start, end)}
+            at += parameter.numel()
+        self.gbuf_ranges = [{("bf16", "fp32"): [{"param_map": param_map}]}]
+        self.model_float16_groups = [[*param_map]]
+        mains = [
+            parameter.detach().reshape(-1)[ranges["param"].start : ranges["param"].end].float().clone()
+            for parameter, ranges in param_map.items()
+        ]
+        self.shard_fp32_from_float16_groups = [mains]
+        self.model_fp32_groups: list[list[Any]] = [[]]
+        self.shard_fp32_groups: list[list[Any]] = [[]]
+        self.optimizer = torch.optim.AdamW([{"params": mains, "wd_mult": 1.0, "lr_mult": 1.0}], lr=0.5)
+        self.config = SimpleNamespace()
+
+    def step(self) -> None:
+        for main in self.shard_fp32_from_float16_groups[0]:
+            main.grad = main.sin()
+        self.optimizer.step()
+
+
+class Gated(torch.nn.Module):
+    """A gated weight and one in two named parts, each described by a factory, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = torch.nn.Parameter(numbered(4, 3))
+        self.mixer = torch.nn.Parameter(-numbered(5, 3))
+        self.norm = torch.nn.Parameter(numbered(7))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        def split(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[Sharded]:
+            """As `megatron.core.ssm.utils` does it."""
+            return [
+                Sharded(
+                    f"{key}.{name}", part, part.dtype, tuple(part.shape), tuple(part.shape), (0, 0), None, replica_id
+                )
+                for name, part in zip("zx", torch.split(data, [2, 3]), strict=True)
+            ]
+
+        norm = Sharded("norm", self.norm, torch.float32, (7,), (7,), (0,), replica_id=(0, 0, 3))
+        return {
+            "fc1": gated(self.fc1, replica_id=(0, 0, 1)),
+            "mixer": Factory("mixer", self.mixer, split, torch.cat, (0, 0, 1)),
+            "norm": norm,
+        }
+
+
+def jobs(dp: int, steps: int) -> list[tuple[Gated, Distributed]]:
+    """Every data-parallel rank of a job."""
+    made = []
+    for rank in range(dp):
+        model = Gated()
+        optimizer = Distributed([*model.parameters()], dp, rank)
+        for _ in range(steps):
+            optimizer.step()
+        made.append((model, optimizer))
+    return made
+
+
+def states(ranks: list[tuple[Gated, Distributed]]) -> dict[str, Any]:
+    """The optimizers of all ranks in one state; whoever saves it writes what all would."""
+    return {f"rank {i}": megatron_state(model, optimizer)["optimizer"] for i, (model, optimizer) in enumerate(ranks)}
+
+
+def slots(optimizer: Distributed) -> list[dict[str, torch.Tensor]]:
+    """Main parameter and moments of each share."""
+    mains = optimizer.shard_fp32_from_float16_groups[0]
+    return [{"param": main, **{n: v for n, v in optimizer.optimizer.state[main].items() if v.dim()}} for main in mains]
+
+
+@pytest.mark.parametrize("dp", [1, 3, 8])
+def test_ranges_of_a_distributed_optimizer_are_stored_in_model_space_and_loaded_at_any_dp(
+    tmp_path: Path, dp: int
+) -> None:
+    ckptlib.save(states(jobs(dp, steps=2)), str(tmp_path), iteration=1)
+    stored = ckptlib.read(str(tmp_path))
+    names = (["fc1"], ["mixer.z", "mixer.x"], ["norm"])
+    ((_, whole),) = jobs(1, steps=2)
+    assert len(stored) == 3 * 4
+    for keys, wanted in zip(names, slots(whole), strict=True):
+        for slot, value in wanted.items():
+            parts = [stored[f"optimizer.state.{slot}.{key}"].reshape(-1) for key in keys]
+            assert torch.equal(torch.cat(parts), value)
+    for other in (2, 5):
+        fresh = jobs(other, steps=0)
+        ckptlib.load(states(fresh), str(tmp_path), strict="return", keys=["optimizer.state.*"])
+        for (_, optimizer), (_, trained) in zip(fresh, jobs(other, steps=2), strict=True):
+            for found, wanted in zip(slots(optimizer), slots(trained), strict=True):
+                assert found.keys() == wanted.keys() == {"param", "exp_avg", "exp_avg_sq"}
+                assert all(torch.equal(found[slot], wanted[slot]) for slot in wanted)
+
+
 def test_a_parameter_of_another_model_is_refused(tmp_path: Path) -> None:
     stranger = PlainOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 3))]))
     with pytest.raises(StateError, match=r"not in the model's sharded_state_dict.*keep_vars"):
