@@ -4,8 +4,9 @@ Everything that can be refused is refused on all ranks before a tensor is touche
 objects that do not unpickle. What can still fail then is the reading itself; the error says which tensors had changed::
 
     all      flatten the state, name it as it is stored      gather which keys are requested
-    rank 0   keys that nobody requested; coverage            broadcast
-    all      check, plan, read the objects                   agree: nothing has been changed
+    rank 0   keys that nobody requested                      broadcast
+    all      check, plan, read the objects                   agree
+    rank 0   coverage                                        broadcast: nothing has been changed
     all      who reads what (`load_parallelism`)             collective on the caller's process group
     all      read into the tensors                           agree
     all      exchange (`load_parallelism`)                   collective, then agree
@@ -294,9 +295,9 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad], plans: Plan
     assert prepared is not None  # else `agree` has raised
     ready: PreparedLoad = prepared
     unexpected = lead(group, "unexpected", lambda: ready.unexpected(requests or []))
+    agree(group, "check", lambda: ready.check(unexpected))
     if ready.options.check_coverage:
         _check_coverage(group, ready, plans, [request.offer for request in requests or []])
-    agree(group, "check", lambda: ready.check(unexpected))
     exchange = _plan_exchange(group, ready)
     try:
         agree(group, "load", lambda: ready.fill(exchange))
