@@ -60,6 +60,8 @@ def ours(ranks: int) -> dict[str, float]:
         return ItemIndex.build(chunks).to_record()
 
     local_plans = [LocalPlan(PieceTable.build(pieces(rank)), {}, values) for rank in range(ranks)]
+    for local in local_plans:
+        assert local.structure  # each rank has computed the digest of its own and sends it along
     records = [record(rank) for rank in range(ranks)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planned, plan = measured(lambda: make_write_plan(local_plans))
