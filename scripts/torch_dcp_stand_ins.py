@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import unittest
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,24 +26,7 @@ def install() -> None:
 def _ours() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
-
-    from ckptlib.integrations.dcp import CkptReader, CkptWriter
-
-    class Writer(CkptWriter):
-        """Takes what `FileSystemWriter` takes; how many files and threads there are is ours to decide."""
-
-        def __init__(
-            self, path: str, *, overwrite: bool = True, _extensions: Any = None, **_of_files_and_threads: Any
-        ) -> None:
-            if _extensions:
-                raise unittest.SkipTest("not applicable: stream extensions of FileSystemWriter")
-            super().__init__(path, on_exists="replace" if overwrite else "error")
-
-    class Reader(CkptReader):
-        """Casts, as torch's planner does unless it is told not to."""
-
-        def __init__(self, path: str, **_extensions: Any) -> None:
-            super().__init__(path, cast=True)
+    from torch_dcp_storage import Reader, Writer
 
     for module in (dcp, filesystem, _storage_utils, format_utils):
         vars(module).update(FileSystemWriter=Writer, FileSystemReader=Reader)
