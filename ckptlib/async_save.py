@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ckptlib.background import Job, Outcome, run_job
+from ckptlib.background import Job, Outcome, give_up, run_job
 from ckptlib.coordination import Group, agree, lead
 from ckptlib.errors import BackgroundSaveError, SaveLimitError, StateError, UnsupportedError
 from ckptlib.manifest import Begin
@@ -159,7 +159,8 @@ class BackgroundSaves:
         self.options = options
         self._target = target
         self._pool = Pool(options.max_in_flight, options.staging_budget)
-        self._numbers: dict[int, int] = {}  # id of an arena -> its number
+        self._known: dict[Arena, int] = {}  # arenas that the worker has, and their numbers
+        self._arenas = 0
         self._next = 0
         self._flights: list[_Flight] = []
         self._lock = threading.Condition()
@@ -214,11 +215,10 @@ class BackgroundSaves:
         worker = self._start()
         _, nbytes = layout(package.tensors)
         arena = self._pool.take(nbytes)
+        flight: _Flight | None = None
         try:
             staged = stage(package, arena)
-            if id(arena) not in self._numbers:
-                self._numbers[id(arena)] = len(self._numbers)
-                worker.add_arena(self._numbers[id(arena)], arena)
+            number = self._number_of(arena, worker)
             self._next += 1
             job = Job(
                 number=self._next,
@@ -231,7 +231,7 @@ class BackgroundSaves:
                 rank=rank,
                 package=replace(package, tensors=()),
                 staged=tuple(staged),
-                arena=self._numbers[id(arena)],
+                arena=number,
                 commit_timeout=self.options.commit_timeout,
             )
             flight = _Flight(job, arena, package.nbytes)
@@ -240,10 +240,21 @@ class BackgroundSaves:
             worker.submit(job)
         except BaseException:
             with self._lock:
-                self._flights = [flight for flight in self._flights if flight.arena is not arena]
-            self._pool.give_back(arena)
+                self._flights = [other for other in self._flights if other is not flight]
+                if flight is None or flight.staged:  # else the worker has ended, and `_lost` was faster
+                    self._pool.give_back(arena)
             raise
         return flight
+
+    def _number_of(self, arena: Arena, worker: _Worker) -> int:
+        """The number by which the worker knows an arena; it forgets those that the pool has closed."""
+        for old in [old for old in self._known if old.closed]:
+            worker.drop_arena(self._known.pop(old))
+        if arena not in self._known:
+            self._arenas += 1
+            worker.add_arena(self._arenas, arena)
+            self._known[arena] = self._arenas
+        return self._known[arena]
 
     def drain(self, timeout: float | None) -> bool:
         """Waits until nothing is in flight; False: not within `timeout` seconds."""
@@ -262,6 +273,7 @@ class BackgroundSaves:
 
     def _start(self) -> _Worker:
         if self._worker is None:
+            self._known = {}
             if self.options.worker == "thread":
                 self._worker = _WorkerThread(self._receive)
             else:
@@ -270,13 +282,13 @@ class BackgroundSaves:
 
     def _receive(self, message: Written | Outcome | None) -> None:
         """From the worker, in its listener's thread."""
+        if message is None:
+            self._lost()
+            return
         with self._lock:
-            if message is None:
-                self._lost()
-            else:
-                flight = next((flight for flight in self._flights if flight.job.number == message.number), None)
-                if flight is not None:
-                    self._land(flight, message)
+            flight = next((flight for flight in self._flights if flight.job.number == message.number), None)
+            if flight is not None:
+                self._land(flight, message)
             self._lock.notify_all()
 
     def _land(self, flight: _Flight, message: Written | Outcome) -> None:
@@ -289,11 +301,15 @@ class BackgroundSaves:
 
     def _lost(self) -> None:
         """The worker has ended: what it had is lost, and the next save starts another one."""
-        for flight in self._flights:
-            if flight.outcome is None:
-                self._land(flight, Outcome(flight.job.number, error="its worker process ended"))
-        self._worker = None
-        self._numbers.clear()
+        with self._lock:
+            self._worker = None
+            lost = [flight for flight in self._flights if flight.outcome is None]
+        # Rank 0's worker would wait for our records until its deadline.
+        outcomes = [give_up(flight.job, "its worker process ended") for flight in lost]
+        with self._lock:
+            for flight, outcome in zip(lost, outcomes, strict=True):
+                self._land(flight, outcome)
+            self._lock.notify_all()
 
 
 def run_async_save(

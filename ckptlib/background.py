@@ -90,8 +90,7 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) 
     except Exception as error:
         log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)
         reason = f"{type(error).__name__}: {error}"
-        _give_up(storage, path, job, reason)
-        return Outcome(job.number, error=reason)
+        return give_up(job, reason)
     if decision is not None and decision.outcome == "abort":
         return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
     return Outcome(
@@ -136,12 +135,24 @@ def _commit(storage: st.Storage, path: str, job: Job) -> Decision:
     return decision
 
 
-def _give_up(storage: st.Storage, path: str, job: Job, reason: str) -> None:
-    """Says so where rank 0 looks; best effort, rank 0 has a deadline."""
+def give_up(job: Job, reason: str) -> Outcome:
+    """Says that a job will not be done where rank 0 looks; best effort, rank 0 has a deadline.
+
+    Returns:
+        The failure, or, on rank 0, what was decided before.
+    """
+    begin = job.begin
+    decision = None
     try:
+        storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
         if job.rank == 0:
-            commit.decide_abort(storage, path, job.begin.save_id, reason=reason, decided_by="worker")
+            decision = commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
+            if decision.outcome == "commit":  # it ended between the decision and its message
+                exports.conclude(storage, path, begin)
         else:
-            commit.publish_failure(storage, path, job.begin.save_id, job.rank, reason)
-    except OSError as error:
-        log.warning("save %s: could not tell that rank %d failed: %s", job.begin.save_id, job.rank, error)
+            commit.publish_failure(storage, path, begin.save_id, job.rank, reason)
+    except Exception as error:  # noqa: BLE001 - whoever waits for the outcome must get it
+        log.warning("save %s: could not tell that rank %d failed: %s", begin.save_id, job.rank, error)
+    if decision is not None and decision.outcome == "commit":
+        return Outcome(job.number, decision)
+    return Outcome(job.number, error=reason)

@@ -62,6 +62,7 @@ class Arena:
         except (OSError, ValueError) as error:
             raise StagingError(f"no {self.size / 2**20:.0f} MiB of memory for staging: {error}") from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.closed = False
 
     def view(self, staged: StagedTensor) -> torch.Tensor:
         """The memory of a staged tensor, contiguous."""
@@ -81,8 +82,9 @@ class Arena:
 
     def close(self) -> None:
         """Gives this process's hold on the memory back; the mapping itself ends with its last view."""
+        self.closed = True
         os.close(self.fd)
-        del self._bytes
+        del self._bytes, self._map
 
 
 def layout(tensors: Sequence[TensorLeaf]) -> tuple[list[StagedTensor], int]:
@@ -120,6 +122,7 @@ class Pool:
         self._budget = budget
         self._free: list[Arena] = []
         self._used: list[Arena] = []
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -159,7 +162,10 @@ class Pool:
         """Says that nobody reads from an arena any more."""
         with self._lock:
             self._used.remove(arena)
-            self._free.append(arena)
+            if self._closed:
+                arena.close()
+            else:
+                self._free.append(arena)
 
     def prepare(self, nbytes: int) -> None:
         """Makes all arenas, so that the first saves find warm memory too.
@@ -172,11 +178,12 @@ class Pool:
             self.give_back(arena)
 
     def close(self) -> None:
-        """Gives all memory back; saves that are still written keep theirs until they end."""
+        """Gives all memory back; saves that are still written keep theirs until they give it back."""
         with self._lock:
-            for arena in (*self._free, *self._used):
+            self._closed = True
+            for arena in self._free:
                 arena.close()
-            self._free, self._used = [], []
+            self._free = []
 
 
 def stage(package: Package, arena: Arena) -> list[StagedTensor]:

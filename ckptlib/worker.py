@@ -72,9 +72,9 @@ class Connection:
     def receive(self) -> tuple[Any, int | None]:
         """The next message and its descriptor. `EOFError` when the other side has ended."""
         head, fds, _, _ = socket.recv_fds(self._socket, 8, 1)
-        while 0 < len(head) < 8:
-            head += self._socket.recv(8 - len(head))
-        if not head:
+        while 0 < len(head) < 8 and (more := self._socket.recv(8 - len(head))):
+            head += more
+        if len(head) < 8:
             raise EOFError
         (length,) = struct.unpack("<Q", head)
         data = bytearray(length)
@@ -181,6 +181,10 @@ def main(fd: int, nice: int) -> None:
                 else:
                     jobs.put(message)
         except (EOFError, OSError):
+            pass
+        except Exception:  # a class that this program cannot import, say
+            log.exception("a message of the training process cannot be read")
+        finally:
             jobs.put(None)
 
     threading.Thread(target=read, name="ckptlib-jobs", daemon=True).start()

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,6 +138,57 @@ def test_memory_is_staged_in_once_and_used_again(root: str) -> None:
         assert len(job._background._pool._free) == 1
 
 
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_states_of_changing_size_are_written_from_their_own_memory(root: str, kind: Any) -> None:
+    """Arenas are closed and made anew, perhaps where one was before: the worker must not take one for another."""
+    sizes = [1000, 300_000, 50, 2_000_000, 5_000_000, 300_000, 400_000, 50]
+    with Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2, worker=kind)) as job:
+        for iteration, size in enumerate(sizes):
+            job.save({"w": torch.full((size,), float(iteration))}, iteration=iteration)
+        assert job.drain(60)
+        process = job._background._worker
+        if isinstance(process, worker.WorkerProcess):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            assert maps.count("ckptlib-staging") <= 2, "the memory of arenas that were closed is given back"
+    for iteration, size in enumerate(sizes):
+        stored = ckptlib.read(f"{root}/iter_{iteration:07d}")["w"]
+        assert torch.equal(stored, torch.full((size,), float(iteration))), iteration
+
+
+def test_a_thread_that_is_not_waited_for_still_writes_what_was_staged(root: str) -> None:
+    gate = threading.Event()
+    with mock.patch.object(async_save, "run_job", slow(gate)):
+        job = Checkpointer(root, run="run", io_mode="async", background=THREAD)
+        pending = job.save(state(1), iteration=1)
+        job.close(timeout=0.01)
+        gate.set()
+        assert pending.wait(60).files == 1
+    assert_holds(f"{root}/iter_0000001", 1)
+
+
+class Unreadable:
+    """Pickled here, and nowhere else to be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise ImportError('no such module')",))
+
+
+def test_a_worker_that_cannot_read_its_job_fails_it_and_ends(root: str) -> None:
+    job = Checkpointer(root, run="run", io_mode="async")
+    job.prepare(4096)
+    process = job._background._worker
+    assert isinstance(process, worker.WorkerProcess)
+    with mock.patch.object(
+        async_save, "Job", side_effect=lambda **of: replace(Job(**of), storage_options=Unreadable())
+    ):  # type: ignore[arg-type]
+        pending = job.save(state(1), iteration=1)
+    with pytest.raises(BackgroundSaveError, match="worker process ended"):
+        pending.wait(60)
+    assert not psutil.pid_exists(process.pid)
+    with pytest.raises(BackgroundSaveError, match="worker process ended"):
+        job.close()
+
+
 def slow(gate: threading.Event) -> Callable[..., Outcome]:
     def run(job: Job, *args: Any) -> Outcome:
         assert gate.wait(60)
@@ -221,6 +273,8 @@ def test_a_worker_that_is_killed_fails_its_save_and_is_replaced(root: str) -> No
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(BackgroundSaveError, match=r"iteration 1 .*worker process ended"):
             pending.wait(60)
+        decision = next(Path(root).glob("iter_0000001/.ckpt/*/decision.json")).read_text()
+        assert "abort" in decision, "nobody waits for what will not come"
         with pytest.raises(BackgroundSaveError, match="iteration 1"):
             job.save(state(2), iteration=2)
         job.save(state(3), iteration=3).wait(60)
