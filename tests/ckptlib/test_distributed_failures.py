@@ -224,7 +224,7 @@ def save_while_others_fall(rank: int, folder: str, fates: dict[int, int]) -> dic
 
     started = time.monotonic()
     try:
-        with mock.patch("ckptlib.saving.serialise_objects", fall):
+        with mock.patch("ckptlib.packing.serialise_objects", fall):
             ckptlib.save(state(rank, 4, 2.0), url, iteration=1, on_exists="replace", timeout=TIMEOUT)
     except Exception as error:
         return {"error": error, "seconds": time.monotonic() - started}
