@@ -107,6 +107,7 @@ def failure(begin: Begin, outcome: Outcome) -> BackgroundSaveError:
     return BackgroundSaveError(
         f"the save of iteration {begin.iteration} ({begin.save_id}) failed in the background: {outcome.error}",
         iteration=begin.iteration,
+        save_ids=frozenset({begin.save_id}),
     )
 
 
@@ -325,17 +326,25 @@ def run_async_save(
         The save in flight; None: it was skipped on all ranks (`AtLimit`).
 
     Raises:
-        BackgroundSaveError: an earlier save failed on this rank; on the others a `RankFailedError` that says so. The
-            next save is not affected.
-        SaveLimitError: as many saves are in flight as may be, on some rank (`AtLimit`).
+        BackgroundSaveError: earlier saves failed (`SaveRequest.failed`). The next save is not affected.
+        SaveLimitError: as many saves are in flight as may be (`AtLimit`); where that is so on other ranks only, with
+            ``wait``, `RankFailedError` or `RankTimeoutError`.
         CheckpointExistsError, FencedError, StateError, StagingError, RankFailedError, RankTimeoutError: nothing of
             this save will exist.
     """
-    started = time.perf_counter()
-    if not _has_room(group, background, timeout):
+    started = waited = time.perf_counter()
+    if background.options.at_limit != "wait" and not _has_room(group, background):
         return None
-    waited = time.perf_counter()
-    begun = begin_together(group, prepare, plans)
+
+    def prepare_with_room() -> SaveRequest:
+        """Inside the first exchange, so that all ranks learn at once when one has no room."""
+        nonlocal waited
+        if background.options.at_limit == "wait" and not background.wait_for_room(timeout):
+            raise SaveLimitError(f"no earlier save ended within {timeout:g} s")
+        waited = time.perf_counter()
+        return prepare()
+
+    begun = begin_together(group, prepare_with_room, plans)
     planned = time.perf_counter()
     try:
         flight = background.launch(begun, group.rank)
@@ -355,12 +364,8 @@ def run_async_save(
     )
 
 
-def _has_room(group: Group, background: BackgroundSaves, timeout: float) -> bool:
+def _has_room(group: Group, background: BackgroundSaves) -> bool:
     """Whether the save happens: the same answer on all ranks."""
-    if background.options.at_limit == "wait":
-        if not background.wait_for_room(timeout):
-            raise SaveLimitError(f"no earlier save ended within {timeout:g} s")
-        return True
     group.next_round()
     rooms = agree(group, "room", background.has_room)
     full = lead(group, "limit", lambda: [rank for rank, room in enumerate(rooms or []) if not room])

@@ -7,7 +7,7 @@ settled, and only then may `restore` choose a resume point.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -138,6 +138,7 @@ class Checkpointer:
         self._parent: str | None = None
         self._plans = PlanCache()
         self._failed: list[BackgroundSaveError] = []
+        self._told: set[str] = set()  # save ids of failures that all ranks have raised; some learn of them later
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
             raise ExclusiveCreateError(
@@ -312,23 +313,24 @@ class Checkpointer:
             skipped because as many as allowed were in flight (`AsyncOptions.at_limit`), which is also a notice.
 
         Raises:
-            BackgroundSaveError: an earlier asynchronous save failed; told once, on every rank; this one is not made.
+            BackgroundSaveError: earlier asynchronous saves failed; told once, on every rank; this one is not made.
+            SaveLimitError: as many saves are in flight as may be.
             CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
         """
         self._check_open()
         mode = self._io_mode if io_mode is None else io_mode
+        if mode not in ("sync", "async"):
+            raise StateError(f"io_mode {mode!r}: expected 'sync' or 'async'")
         if mode == "async":
             self._background.check()
-        elif not self._background.drain(self._timeout):
-            raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
-        self.poll()
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         all_rng = self._all_rng_states() if with_rng and self._every_rng_state else None
 
         def prepare() -> SaveRequest:
-            if self._failed:
-                raise self._failed.pop(0)
+            if mode == "sync" and not self._background.drain(self._timeout):
+                raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
+            self.poll()
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
             tree: dict[str, Any] = parts_of(state, chosen)
@@ -378,11 +380,21 @@ class Checkpointer:
                 flatten(tree),
                 on_exists,
                 lambda: roots.newest_attempt(self._storage, self._root),
+                tuple(self._failed),
             )
 
+        try:
+            return self._save(prepare, mode, iteration, kind)
+        except BackgroundSaveError as error:
+            self._told |= error.save_ids
+            self._failed = [failed for failed in self._failed if not failed.save_ids & error.save_ids]
+            raise
+
+    def _save(self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind) -> SaveResult:
         if mode == "async":
             pending = run_async_save(self._group, prepare, self._plans, self._background, self._timeout)
             if pending is None:
+                self.poll()
                 url = self._storage.url(roots.iteration_path(self._root, iteration, kind))
                 text = f"{url}: not saved: {self._background.options.max_in_flight} saves are in flight"
                 emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
@@ -418,8 +430,12 @@ class Checkpointer:
         self._check_open()
         for begin, outcome in self._background.take_ended():
             if outcome.error is not None:
-                self._failed.append(failure(begin, outcome))
-                emit(self._on_event, Notice("save_failed", str(self._failed[-1]), {"iteration": begin.iteration}))
+                error = failure(begin, outcome)
+                if begin.save_id not in self._told:
+                    self._failed.append(error)
+                if self._parent == begin.save_id:
+                    self._parent = begin.parent
+                emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
             elif outcome.decision is not None:
                 self._after_commit(begin, outcome.decision)
 
@@ -446,9 +462,12 @@ class Checkpointer:
         """
         if self._closed:
             return
-        self.drain(timeout)
+        deadline = time.monotonic() + timeout
+        self._background.drain(timeout)
+        self._background.close(max(0.0, deadline - time.monotonic()))
+        self.poll()
         self._closed = True
-        self._background.close(timeout)
+        self._announcer.drain(max(0.0, deadline - time.monotonic()))
         if self._failed:
             raise self._failed.pop(0)
 

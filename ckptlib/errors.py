@@ -82,12 +82,18 @@ class SaveAbortedError(CkptError):
 
 
 class BackgroundSaveError(SaveAbortedError):
-    """A save that was written in the background failed; told at the next call. `iteration` is whose."""
+    """Saves that were written in the background failed; told at the next call.
 
-    def __init__(self, message: str, *, iteration: int | None = None) -> None:
+    Attributes:
+        iteration: of the first of them.
+        save_ids: of all that this error tells of.
+    """
+
+    def __init__(self, message: str, *, iteration: int | None = None, save_ids: frozenset[str] = frozenset()) -> None:
         # Optional, as everywhere here: an error is sent to other ranks, and made anew there from its message alone.
         super().__init__(message)
         self.iteration = iteration
+        self.save_ids = save_ids
 
 
 class SaveLimitError(CkptError):

@@ -19,6 +19,7 @@ from ckptlib import commit, exports, formats
 from ckptlib import storage as st
 from ckptlib.coordination import Group, agree, hand_out, lead
 from ckptlib.errors import (
+    BackgroundSaveError,
     CheckpointExistsError,
     DisagreementError,
     FencedError,
@@ -71,6 +72,8 @@ class SaveRequest:
         begin: everything but save id, world size, plan digest and `replaces`, which the save fills in.
         on_exists: ``error`` or ``replace``: when this attempt has already committed here (W9).
         newest_attempt: asked on rank 0 for fencing (W8); None outside a root.
+        failed: this rank's earlier saves that failed in the background, of which no save has told: then this one is
+            not made.
     """
 
     storage: st.Storage
@@ -79,6 +82,7 @@ class SaveRequest:
     flat: FlatState
     on_exists: str = "error"
     newest_attempt: Callable[[], int] | None = None
+    failed: Sequence[BackgroundSaveError] = ()
 
     def __post_init__(self) -> None:
         if self.on_exists not in ("error", "replace"):
@@ -116,6 +120,7 @@ def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: Plan
         plans: plans of earlier saves of this group.
 
     Raises:
+        BackgroundSaveError: earlier saves failed (`SaveRequest.failed`), on whatever rank: the same on all.
         CheckpointExistsError, FencedError, StateError, RankFailedError, RankTimeoutError: as `run_save`.
     """
     group.next_round()
@@ -126,14 +131,14 @@ def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: Plan
         request = prepare()
         local = describe(request.flat)
         prepared = request, local
-        return plans.offer(local), _place(request)
+        return plans.offer(local), _place(request), tuple(request.failed)
 
     answers = agree(group, "plan", offer) or []
     assert prepared is not None  # else `agree` has raised
     request, local = prepared
     opened = hand_out(group, "begin", lambda: _open(request, answers, plans, group.world_size))
     if opened is None:
-        answers = agree(group, "structure", lambda: (Offer(local), _place(request))) or []
+        answers = agree(group, "structure", lambda: (Offer(local), _place(request), ())) or []
         opened = hand_out(group, "begin again", lambda: _open(request, answers, plans, group.world_size))
     assert opened is not None  # whole structures settle a plan
     begin, new_share = opened
@@ -196,8 +201,8 @@ class _Phases:
         self._last = now
 
 
-_Answer = tuple[Offer, tuple[str, int]]
-"""What a rank says first: its structure, and where it saves which iteration."""
+_Answer = tuple[Offer, tuple[str, int], Sequence[BackgroundSaveError]]
+"""What a rank says first: its structure, where it saves which iteration, and what failed in the background."""
 
 
 def _place(request: SaveRequest) -> tuple[str, int]:
@@ -208,18 +213,32 @@ def _open(
     request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int
 ) -> list[tuple[Begin, Share | None] | None]:
     """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
-    for rank, (_, place) in enumerate(answers):
+    _tell_of_failures([failed for _, _, failed in answers])
+    for rank, (_, place, _) in enumerate(answers):
         if place != answers[0][1]:
             raise DisagreementError(
                 f"rank 0 saves iteration {answers[0][1][1]} at {answers[0][1][0]}, "
                 f"rank {rank} iteration {place[1]} at {place[0]}"
             )
-    settled = plans.settle([offer for offer, _ in answers])
+    settled = plans.settle([offer for offer, _, _ in answers])
     if settled is None:
         return [None] * world_size
     plan, is_known = settled
     begin = _begin(request, plan.digest, world_size)
     return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
+
+
+def _tell_of_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> None:
+    """Raises, for all ranks, what any of them knows; not all of them need know of one failure already."""
+    first: dict[frozenset[str], tuple[int, BackgroundSaveError]] = {}
+    for rank, failed in enumerate(by_rank):
+        for error in failed:
+            first.setdefault(error.save_ids, (rank, error))
+    if not first:
+        return
+    told = sorted(first.values(), key=lambda entry: entry[1].iteration or 0)
+    text = "; ".join(f"rank {rank}: {error}" if rank else str(error) for rank, error in told)
+    raise BackgroundSaveError(text, iteration=told[0][1].iteration, save_ids=frozenset().union(*first))
 
 
 def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
