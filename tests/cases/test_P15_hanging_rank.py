@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import ShardedTensor, reader, saving
+from ckptlib import ShardedTensor, packing, reader
 from ckptlib.errors import RankTimeoutError
 from tests.support.ranks import try_ranks
 
@@ -30,7 +30,7 @@ def hang(rank: int, url: str, operation: str) -> float:
         module, name = reader, "open_source"
         call = functools.partial(ckptlib.load, state, url, timeout=TIMEOUT)
     else:
-        module, name = saving, "write_rank_files"
+        module, name = packing, "write_rank_files"
         call = functools.partial(ckptlib.save, state, url, iteration=1, timeout=TIMEOUT)
     original = getattr(module, name)
 

@@ -201,7 +201,7 @@ def test_a_hostile_save_with_perfect_digests_is_refused_all_the_same(
     """Whoever can write a checkpoint can write its digests: they prove nothing about intent."""
     path = root / "iter_0000001"
     with monkeypatch.context() as patch:
-        for module in ("writer", "saving"):
+        for module in ("writer", "packing"):
             patch.setattr(f"ckptlib.{module}.dump_object", lambda value, where: contained(value))
         ckptlib.save({"w": torch.ones(2), "x": Evil(marker)}, str(path), iteration=1)
     report = verify(str(path))
