@@ -11,6 +11,7 @@ descriptor, they live as long as any process has them, and when the last one end
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -146,9 +147,11 @@ class Pool:
                 self._used.append(fitting[0])
                 return fitting[0]
             # What is too small now will be too small again: its memory goes to the larger one.
-            while self._free and len(self._free) + len(self._used) >= self._generations:
-                self._free.pop().close()
             held = sum(arena.size for arena in (*self._free, *self._used))
+            limit = math.inf if self._budget is None else self._budget
+            while self._free and (len(self._free) + len(self._used) >= self._generations or held + nbytes > limit):
+                held -= self._free[-1].size
+                self._free.pop().close()
             if self._budget is not None and held + nbytes > self._budget:
                 raise StagingError(
                     f"a save of {nbytes / 2**20:.0f} MiB does not fit into the staging budget of "
@@ -173,9 +176,13 @@ class Pool:
         Raises:
             StagingError: as `take`.
         """
-        taken = [self.take(nbytes) for _ in range(self._generations - len(self._used))]
-        for arena in taken:
-            self.give_back(arena)
+        taken: list[Arena] = []
+        try:
+            for _ in range(self._generations - len(self._used)):
+                taken.append(self.take(nbytes))  # noqa: PERF401 - what there is until one fails
+        finally:
+            for arena in taken:
+                self.give_back(arena)
 
     def close(self) -> None:
         """Gives all memory back; saves that are still written keep theirs until they give it back."""

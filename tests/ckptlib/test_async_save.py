@@ -34,6 +34,7 @@ from ckptlib.errors import (
 )
 from ckptlib.events import AttemptEvent, CommitEvent, Notice
 from ckptlib.manifest import Decision
+from ckptlib.staging import Pool
 from ckptlib.storage import Storage
 from tests.support.ranks import run_ranks
 
@@ -299,6 +300,26 @@ def test_a_save_beyond_the_staging_budget_is_refused_and_leaves_no_checkpoint(ro
             job.save(state(1), iteration=1)
         assert not list(Path(root).glob("iter_*/metadata.json"))
         job.save(state(1), iteration=1, io_mode="sync")
+
+
+def test_idle_memory_that_is_too_small_does_not_count_against_the_budget() -> None:
+    pool = Pool(generations=2, budget=100 << 12)
+    pool.give_back(pool.take(40 << 12))
+    large = pool.take(80 << 12)
+    assert pool.nbytes == large.size == 80 << 12
+    with pytest.raises(StagingError, match="budget"):
+        pool.take(40 << 12)
+    pool.give_back(large)
+    pool.close()
+
+
+def test_memory_that_does_not_suffice_for_all_saves_in_flight_is_given_back() -> None:
+    pool = Pool(generations=2, budget=3 << 12)
+    with pytest.raises(StagingError, match="budget"):
+        pool.prepare(2 << 12)
+    pool.give_back(pool.take(2 << 12))
+    assert pool.nbytes == 2 << 12
+    pool.close()
 
 
 def test_what_a_worker_process_cannot_reach_is_refused_at_once() -> None:
