@@ -85,20 +85,23 @@ class StoreGroup:
         self._store = PrefixStore(prefix, store)
         self.timeout = timeout
         self._round = 0
-        self._old_keys: list[str] = []
-        self._keys: list[str] = []
+        self._reached = 0  # a round that everybody who reads this rank's messages has begun
+        self._keys: list[tuple[int, str]] = []
 
     def next_round(self) -> None:
-        """Begins a new operation and drops this rank's messages of the one before the last.
+        """Begins a new operation and drops those messages of this rank that everybody has read, or will never read.
 
-        Whoever begins operation n has finished n-1, but a slow peer may still be reading n-1; everybody has left n-2.
+        Who has begun operation n has left those before. Of the others rank 0 learns it from a gather, and only rank 0
+        reads what they gather. An operation that only rank 0 speaks in proves nothing: a late rank may still be
+        waiting for its first message when rank 0 is three operations ahead.
         """
-        for key in self._old_keys:
+        old = [key for round_, key in self._keys if round_ < self._reached]
+        self._keys = [entry for entry in self._keys if entry[0] >= self._reached]
+        for key in old:
             try:
                 self._store.delete_key(key)
             except RuntimeError:  # a store without deletion (FileStore prefix): the keys are tiny
                 break
-        self._old_keys, self._keys = self._keys, []
         self._round += 1
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
@@ -120,6 +123,7 @@ class StoreGroup:
                     )
                     break  # it came at the last moment
             values[rank] = self._get(f"{name}/{rank}")
+        self._reached = self._round
         return [values[rank] for rank in range(self.world_size)]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
@@ -150,6 +154,7 @@ class StoreGroup:
                 raise RankTimeoutError(
                     f"{name}: no answer from rank 0 within {2 * self.timeout:g} s. It died or hangs.", ranks=[0]
                 )
+        self._reached = self._round
         return self._get(key)
 
     def _blame(self, name: str, late: Sequence[int]) -> None:
@@ -162,7 +167,7 @@ class StoreGroup:
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{self._round}/{name}"
-        self._keys.append(key)
+        self._keys.append((self._round, key))
         payload = pickle.dumps(value)
         self._guard(lambda: self._store.set(key, payload))  # type: ignore[arg-type]  # takes bytes too
 

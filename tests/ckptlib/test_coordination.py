@@ -83,6 +83,26 @@ def test_names_may_repeat_from_round_to_round_and_old_messages_are_dropped(store
     assert store.num_keys() < 5 * WORLD  # those of the last two rounds, not of twenty
 
 
+def test_what_rank_zero_said_waits_for_ranks_that_come_late(store: dist.Store) -> None:
+    """A job's first operations: an attempt begins, there is nothing to resume from, the initial state is saved."""
+    ahead = threading.Event()
+
+    def work(group: StoreGroup) -> Any:
+        if group.rank == 1:
+            assert ahead.wait(10)
+        seen = []
+        for i in range(4):
+            group.next_round()
+            seen.append(lead(group, "said", lambda i=i: i))  # type: ignore[misc]
+        group.next_round()
+        if group.rank == 0:
+            ahead.set()
+        return seen, agree(group, "done", lambda: None) is not None
+
+    results = on_ranks(store, work, timeout=1.0)
+    assert results == {rank: ([0, 1, 2, 3], rank == 0) for rank in range(WORLD)}
+
+
 def test_a_rank_that_does_not_answer_is_named_within_the_timeout(store: dist.Store) -> None:
     def work(group: StoreGroup) -> Any:
         group.next_round()
