@@ -38,14 +38,28 @@ class Announcer:
         self._announced = False
 
     def committed(
-        self, identity: roots.RootIdentity, attempt: roots.AttemptRecord, path: str, begin: Begin, decision: Decision
+        self,
+        identity: roots.RootIdentity,
+        attempt: roots.AttemptRecord,
+        path: str,
+        begin: Begin,
+        decision: Decision,
+        *,
+        by_worker: bool = False,
     ) -> None:
-        """After a save: tracker, then listeners; after reading back."""
+        """After a save: tracker, then listeners; after reading back.
+
+        Args:
+            by_worker: a worker committed it and has moved the tracker; it may have moved it on since.
+        """
         event = self.commit_event(identity, path, begin.save_id, decision)
         if event is None:
             return
         self.announce(identity, attempt, begin.run, begin.topology, begin.parent)
-        self.move_tracker(begin)
+        if by_worker:
+            self._is_newest(begin)
+        else:
+            self.move_tracker(begin)
         self.tell_of_commit(event)
 
     def commit_event(
@@ -110,13 +124,18 @@ class Announcer:
             log.exception("iteration %d: committed; its tracker could not be moved", begin.iteration)
 
     def _move_tracker(self, begin: Begin) -> None:
-        if begin.kind not in roots.TRACKED_KINDS or begin.iteration < self._newest_saved.get(begin.kind, -1):
+        if begin.kind not in roots.TRACKED_KINDS or not self._is_newest(begin):
             return
-        self._newest_saved[begin.kind] = begin.iteration
         if not self._fenced(begin.attempt):
             roots.put_tracker(self._storage, self._root, begin.iteration, begin.kind)
             if self._fenced(begin.attempt):  # overtaken meanwhile: a newer attempt's tracker may be lost under ours
                 roots.write_tracker(self._storage, self._root)
+
+    def _is_newest(self, begin: Begin) -> bool:
+        """Whether no later iteration of this kind was saved; remembers this one."""
+        newest = self._newest_saved.get(begin.kind, -1)
+        self._newest_saved[begin.kind] = max(newest, begin.iteration)
+        return begin.iteration >= newest
 
     def _fenced(self, attempt: int) -> bool:
         return roots.newest_attempt(self._storage, self._root) > attempt

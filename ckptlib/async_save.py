@@ -160,6 +160,7 @@ class BackgroundSaves:
         self.options = options
         self._target = target
         self._pool = Pool(options.max_in_flight, options.staging_budget)
+        self._newest: dict[str, int] = {}  # kind -> the latest iteration that was handed over
         self._known: dict[Arena, int] = {}  # arenas that the worker has, and their numbers
         self._arenas = 0
         self._next = 0
@@ -198,6 +199,12 @@ class BackgroundSaves:
         with self._lock:
             return self._lock.wait_for(lambda: self._in_flight() < self.options.max_in_flight, timeout)
 
+    def writes(self, iteration: int, kind: str) -> bool:
+        """Whether a save of this iteration is in flight."""
+        with self._lock:
+            begins = [flight.job.begin for flight in self._flights if flight.outcome is None]
+        return any((begin.iteration, begin.kind) == (iteration, kind) for begin in begins)
+
     def take_ended(self) -> list[tuple[Begin, Outcome]]:
         """Saves that have ended since the last call, oldest first."""
         with self._lock:
@@ -227,7 +234,7 @@ class BackgroundSaves:
                 storage_options=self._target.storage_options,
                 single_writer=self._target.single_writer,
                 root=self._target.root,
-                moves_tracker=self._target.moves_tracker,
+                moves_tracker=self._target.moves_tracker and self._is_newest(begun.begin),
                 begin=begun.begin,
                 rank=rank,
                 package=replace(package, tensors=()),
@@ -246,6 +253,11 @@ class BackgroundSaves:
                     self._pool.give_back(arena)
             raise
         return flight
+
+    def _is_newest(self, begin: Begin) -> bool:
+        newest = self._newest.get(begin.kind, -1)
+        self._newest[begin.kind] = max(newest, begin.iteration)
+        return begin.iteration >= newest
 
     def _number_of(self, arena: Arena, worker: _Worker) -> int:
         """The number by which the worker knows an arena; it forgets those that the pool has closed."""

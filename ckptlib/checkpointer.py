@@ -18,6 +18,7 @@ from ckptlib.async_save import AsyncOptions, BackgroundSaves, Target, failure, r
 from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
+    CheckpointExistsError,
     ExclusiveCreateError,
     NoResumePointError,
     SaveLimitError,
@@ -331,6 +332,11 @@ class Checkpointer:
             if mode == "sync" and not self._background.drain(self._timeout):
                 raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
             self.poll()
+            if self._background.writes(iteration, kind):
+                if on_exists != "replace":
+                    raise CheckpointExistsError(f"{self.root}: iteration {iteration} is still being written (W9)")
+                if not self._background.drain(self._timeout):  # it is known only then what there is to replace
+                    raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
             tree: dict[str, Any] = parts_of(state, chosen)
@@ -415,10 +421,10 @@ class Checkpointer:
         self._check_open()
         self._background.prepare(nbytes)
 
-    def _after_commit(self, begin: Begin, decision: Decision) -> None:
+    def _after_commit(self, begin: Begin, decision: Decision, *, by_worker: bool = False) -> None:
         if self._group.rank == 0:
             path = roots.iteration_path(self._root, begin.iteration, begin.kind)
-            self._announcer.committed(self._identity, self._attempt, path, begin, decision)
+            self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
 
     def _all_rng_states(self) -> list[rng.State] | None:
         """On rank 0, the RNG states of all ranks. Collective; fails on all ranks when it does on one."""
@@ -437,7 +443,7 @@ class Checkpointer:
                     self._parent = begin.parent
                 emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
             elif outcome.decision is not None:
-                self._after_commit(begin, outcome.decision)
+                self._after_commit(begin, outcome.decision, by_worker=True)
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Waits for saves in flight, and hands what listeners still hold to where it belongs.

@@ -123,17 +123,20 @@ def numbers_of(what: str, values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """Every container and every object of a state, outer ones first. Modules and tensors know nothing of progress."""
-    if isinstance(value, torch.Tensor | torch.nn.Module | str | int | float | None):
+def _parts(value: Any, above: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Every container and every object of a state, outer ones first. Modules and tensors know nothing of progress.
+
+    A container in itself is left to who flattens the state, and says so.
+    """
+    if isinstance(value, torch.Tensor | torch.nn.Module | str | int | float | None) or id(value) in above:
         return
     yield value
     if isinstance(value, Mapping):
         for inner in value.values():
-            yield from _parts(inner)
+            yield from _parts(inner, (*above, id(value)))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _parts(inner)
+            yield from _parts(inner, (*above, id(value)))
 
 
 def _lr(part: Any) -> Any:

@@ -434,6 +434,34 @@ def test_ranks_without_room_are_known_to_all_and_the_next_save_finds_all_in_step
     assert second == ["saved", "SaveLimitError", "saved"]
 
 
+def test_an_iteration_that_is_being_written_exists(root: str) -> None:
+    """W9."""
+    gate = threading.Event()
+    with (
+        mock.patch.object(async_save, "run_job", slow(gate)),
+        Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2, worker="thread")) as job,
+    ):
+        first = job.save(state(1), iteration=1)
+        with pytest.raises(CheckpointExistsError, match="still being written"):
+            job.save(state(2), iteration=1)
+        threading.Timer(0.2, gate.set).start()
+        second = job.save(state(3), iteration=1, on_exists="replace")
+        assert job.drain(60)
+    assert_holds(f"{root}/iter_0000001", 3)
+    saves = {path.parent.name for path in Path(root, "iter_0000001/.ckpt").glob("*/decision.json")}
+    assert saves == {second.save_id} != {first.save_id}
+
+
+def test_the_tracker_does_not_go_back_within_an_attempt(root: str) -> None:
+    tracker = Path(root, "latest_checkpointed_iteration.txt")
+    with Checkpointer(root, run="run", io_mode="async", background=THREAD) as job:
+        job.save(state(1), iteration=20).wait(60)
+        job.save(state(1), iteration=10).wait(60)
+        assert tracker.read_text() == "20"
+        job.save(state(1), iteration=15, io_mode="sync")
+        assert tracker.read_text() == "20"
+
+
 def test_an_io_mode_that_is_none_is_refused(root: str) -> None:
     mode: Any = "asynch"
     with Checkpointer(root, run="run") as job, pytest.raises(StateError, match="'asynch'"):
