@@ -9,6 +9,7 @@ and kept as it is on load.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -244,6 +245,14 @@ def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[F
         FlatBox(Box((row, *part.box.offset), (1, *part.box.shape)), row * inner + part.start)
         for part in flat_range_boxes(shape[1:], start, stop)
     ]
+
+
+_CELL = re.compile(r"/shard_[\d.]*_[\d.]*$")
+
+
+def names_cell(key: str) -> bool:
+    """Whether a stored key is a `ShardedObject.unique_key`. Other names may have ``/shard_`` in them too."""
+    return _CELL.search(key) is not None
 
 
 @dataclass

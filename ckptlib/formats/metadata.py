@@ -10,7 +10,7 @@ from ckptlib import storage as st
 from ckptlib.errors import NotACheckpointError, RecordError, StateError, UnsupportedError
 from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.safe_pickle import load_metadata
-from ckptlib.sharding import Box
+from ckptlib.sharding import Box, names_cell
 
 METADATA = ".metadata"
 
@@ -53,7 +53,7 @@ def to_index(value: metadata.Metadata, where: str) -> ItemIndex:
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks += _chunks(key, entry, places, where)
         elif isinstance(entry, metadata.BytesStorageMetadata):
-            objects.append(ObjectItem(key, "/shard_" in key, _find(places, key, None, where)))
+            objects.append(ObjectItem(key, names_cell(key), _find(places, key, None, where)))
         else:
             raise RecordError(f"{where}: {key!r} is neither a tensor nor bytes")
     try:

@@ -51,7 +51,7 @@ from ckptlib.manifest import Begin, RankRecord
 from ckptlib.plan import values_digest
 from ckptlib.read_plan import plan_boxes
 from ckptlib.safe_pickle import load_metadata, load_object
-from ckptlib.sharding import Box
+from ckptlib.sharding import Box, names_cell
 from ckptlib.source import Source, open_source
 from ckptlib.state import TensorLeaf, dtype_of
 from ckptlib.writer import Blob, write_rank_files
@@ -186,7 +186,7 @@ class CkptWriter(StorageWriter):
             )
         begin = ticket.begin
         blobs = [
-            Blob(item.index.fqn, _object_bytes(item, planner), wrapped="/shard_" in item.index.fqn)
+            Blob(item.index.fqn, _object_bytes(item, planner), wrapped=names_cell(item.index.fqn))
             for item in plan.items
             if item.type == WriteItemType.BYTE_IO
         ]

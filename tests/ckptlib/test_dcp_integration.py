@@ -45,6 +45,14 @@ def test_what_torch_plans_is_committed_verified_and_read_back(tmp_path: Path) ->
     assert state["list"][1]["inner"].eq(3).all()
 
 
+def test_a_name_that_looks_like_a_cell_of_a_grid_is_a_plain_name(tmp_path: Path) -> None:
+    url = str(tmp_path / "step-7")
+    dcp.save({"a/shard_b": {"x": 1}, "t": torch.ones(2)}, storage_writer=CkptWriter(url))
+    state: dict[str, Any] = {"a/shard_b": {"x": 0}, "t": torch.zeros(2)}
+    ckptlib.load(state, url)
+    assert state["a/shard_b"] == {"x": 1}
+
+
 def test_plain_torch_reads_it_with_all_its_tools(tmp_path: Path) -> None:
     url = str(tmp_path / "ckpt")
     dcp.save(a_state(3), storage_writer=CkptWriter(url))
