@@ -38,6 +38,7 @@ def ours(ranks: int) -> dict[str, float]:
     """Plans, records, index, exports, loads of one checkpoint."""
     from ckptlib.formats.metadata_writer import encode_metadata
     from ckptlib.index import ChunkItem, ItemIndex, Location
+    from ckptlib.paused_gc import paused_gc
     from ckptlib.pieces import LocalPlan, PieceTable, TensorPiece
     from ckptlib.plan import make_write_plan
     from ckptlib.planning import PlanCache, Share
@@ -64,17 +65,19 @@ def ours(ranks: int) -> dict[str, float]:
         assert local.structure  # each rank has computed the digest of its own and sends it along
     records = [record(rank) for rank in range(ranks)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planned, plan = measured(lambda: make_write_plan(local_plans))
+    with paused_gc():  # as `PlanCache.settle` and `commit.try_commit` have it
+        planned, plan = measured(lambda: make_write_plan(local_plans))
 
     def indexed() -> ItemIndex:
         index = ItemIndex.merge([ItemIndex.from_record(text, f"rank {rank}") for rank, text in enumerate(records)])
         index.check_tilings()
         return index
 
-    merged, index = measured(indexed)
-    encoded, data = measured(index.encode)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    exported, metadata = measured(lambda: encode_metadata(index))
+    with paused_gc():
+        merged, index = measured(indexed)
+        encoded, data = measured(index.encode)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        exported, metadata = measured(lambda: encode_metadata(index))
 
     caches = [PlanCache() for _ in range(ranks)]
     for rank, (cache, local) in enumerate(zip(caches, local_plans, strict=True)):

@@ -31,6 +31,7 @@ from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedE
 from ckptlib.formats import torch_dist
 from ckptlib.index import ItemIndex
 from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord
+from ckptlib.paused_gc import paused_gc
 
 log = logging.getLogger("ckptlib")
 
@@ -338,10 +339,11 @@ def try_commit(
     if found.missing:
         return read_decision(storage, path, begin.save_id)  # a decision removes records: look again
     try:
-        index = check_records(storage, path, begin, found.by_rank)
+        with paused_gc():
+            index = check_records(storage, path, begin, found.by_rank)
+            manifest = _write_manifest(storage, path, begin, found.by_rank, index)
     except (DefectError, StateError) as error:
         return decide_abort(storage, path, begin.save_id, reason=str(error), decided_by=decided_by, now=now)
-    manifest = _write_manifest(storage, path, begin, found.by_rank, index)
     return _decide(
         storage,
         path,

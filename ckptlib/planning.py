@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptlib.paused_gc import paused_gc
 from ckptlib.pieces import LocalPlan
 from ckptlib.plan import RankPlan, WritePlan, make_write_plan, values_digest
 
@@ -112,7 +113,8 @@ class PlanCache:
         structures = [offer.local for offer in offers if offer.local is not None]
         if len(structures) < len(offers):
             return None
-        plan = make_write_plan(structures)
+        with paused_gc():
+            plan = make_write_plan(structures)
         _put(self._whole, plan.digest, plan)
         return plan, False
 
