@@ -139,7 +139,7 @@ def give_up(job: Job, reason: str) -> Outcome:
     """Says that a job will not be done where rank 0 looks; best effort, rank 0 has a deadline.
 
     Returns:
-        The failure, or, on rank 0, what was decided before.
+        The failure; none, when this rank's part was recorded, or the save committed, before.
     """
     begin = job.begin
     decision = None
@@ -149,10 +149,14 @@ def give_up(job: Job, reason: str) -> Outcome:
             decision = commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
             if decision.outcome == "commit":  # it ended between the decision and its message
                 exports.conclude(storage, path, begin)
+        elif job.rank not in commit.progress(storage, path, begin).missing:
+            return Outcome(job.number)
         else:
-            commit.publish_failure(storage, path, begin.save_id, job.rank, reason)
+            decision = commit.read_decision(storage, path, begin.save_id)  # what follows a commit removes the records
+            if decision is None:
+                commit.publish_failure(storage, path, begin.save_id, job.rank, reason)
     except Exception as error:  # noqa: BLE001 - whoever waits for the outcome must get it
         log.warning("save %s: could not tell that rank %d failed: %s", begin.save_id, job.rank, error)
     if decision is not None and decision.outcome == "commit":
-        return Outcome(job.number, decision)
+        return Outcome(job.number, decision if job.rank == 0 else None)
     return Outcome(job.number, error=reason)

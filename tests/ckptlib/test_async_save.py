@@ -283,6 +283,24 @@ def test_a_worker_that_is_killed_fails_its_save_and_is_replaced(root: str) -> No
     assert_holds(f"{root}/iter_0000003", 3)
 
 
+def test_a_worker_that_ends_after_its_part_was_done_has_not_failed(root: str) -> None:
+    jobs: list[Job] = []
+
+    def run(job: Job, *args: Any) -> Outcome:
+        jobs.append(job)
+        return background.run_job(job, *args)
+
+    with (
+        mock.patch.object(async_save, "run_job", run),
+        Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
+    ):
+        job.save(state(1), iteration=1).wait(60)
+    decided = background.give_up(jobs[0], "its worker process ended")
+    assert decided.error is None
+    assert decided.decision is not None
+    assert background.give_up(replace(jobs[0], rank=1), "its worker process ended") == Outcome(1)
+
+
 def test_an_iteration_that_exists_is_refused_before_anything_is_staged(root: str) -> None:
     """W9."""
     with Checkpointer(root, run="run", io_mode="async", background=THREAD) as job:
