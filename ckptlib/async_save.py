@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from ckptlib.background import Job, Outcome, give_up, run_job
 from ckptlib.coordination import Group, agree, lead
-from ckptlib.errors import BackgroundSaveError, SaveLimitError, StateError, UnsupportedError
+from ckptlib.errors import BackgroundSaveError, SaveLimitError, StateError
 from ckptlib.manifest import Begin
 from ckptlib.packing import pack
 from ckptlib.planning import PlanCache
@@ -168,26 +168,17 @@ class BackgroundSaves:
         self._lock = threading.Condition()
         self._worker: _Worker | None = None
 
-    def check(self) -> None:
-        """Refuses what cannot work.
-
-        Raises:
-            UnsupportedError: a worker process cannot reach the storage.
-        """
-        if self.options.worker == "process" and self._target.root.startswith("memory://"):
-            raise UnsupportedError(
-                f"{self._target.root}: lies in the memory of this process, where a worker process cannot write. "
-                "Use AsyncOptions(worker='thread'), or synchronous saves."
-            )
-
     def prepare(self, nbytes: int) -> None:
         """Starts the worker and makes the arenas, so that the first save meets warm memory.
+
+        Args:
+            nbytes: of the tensors; what their alignment takes is added.
 
         Raises:
             StagingError: there is not so much memory.
         """
         self._start()
-        self._pool.prepare(nbytes)
+        self._pool.prepare(nbytes + nbytes // 16 + 2**20)
 
     def has_room(self) -> bool:
         """Whether a save may begin now."""

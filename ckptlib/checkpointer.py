@@ -15,6 +15,8 @@ from ckptlib import resume, rng, roots
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.async_save import AsyncOptions, BackgroundSaves, Target, failure, run_async_save
+from ckptlib.combinations import check
+from ckptlib.composing import Beside, compose
 from ckptlib.coordination import Group, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
@@ -29,21 +31,17 @@ from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, R
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.manifest import Begin, Decision, IoMode, Kind
 from ckptlib.planning import PlanCache
-from ckptlib.progress import check_names, numbers_of, observe, with_args
+from ckptlib.progress import check_names
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
-from ckptlib.resume import OWN_KEYS, RERUN_KEY
 from ckptlib.saving import SaveRequest, SaveResult, run_save
 from ckptlib.sharding import ShardedObject
-from ckptlib.state import content_names, flatten
+from ckptlib.state import flatten
 from ckptlib.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TrackerMode = Literal["committed", "verified"]
-
-CHECKPOINT_VERSION = 3.0
-"""Megatron's version of the common state: 3.0 since TP and PP sizes are checked on load."""
 
 _KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "release")
 
@@ -132,10 +130,7 @@ class Checkpointer:
         self._io_mode: IoMode = io_mode
         target = Target(self.root, storage_options, single_writer, tracker == "committed")
         self._background = BackgroundSaves(background or AsyncOptions(), target)
-        if io_mode not in ("sync", "async"):
-            raise StateError(f"io_mode {io_mode!r}: expected 'sync' or 'async'")
-        if io_mode == "async":
-            self._background.check()
+        self._check_mode(io_mode)
         self._parent: str | None = None
         self._plans = PlanCache()
         self._failed: list[BackgroundSaveError] = []
@@ -233,12 +228,12 @@ class Checkpointer:
                 )
             self._announce()
             return Restored(found=False, reason="the run has no checkpoint")
-        choice, check = chosen
+        choice, level = chosen
         restored = restore_from(
             RestoreRequest(
                 choice=choice,
                 contents=contents,
-                options=replace(options, verify=verify or check),
+                options=replace(options, verify=verify or level),
                 finetune=finetune,
                 args=args,
                 allow_changed=allow_changed,
@@ -320,10 +315,7 @@ class Checkpointer:
         """
         self._check_open()
         mode = self._io_mode if io_mode is None else io_mode
-        if mode not in ("sync", "async"):
-            raise StateError(f"io_mode {mode!r}: expected 'sync' or 'async'")
-        if mode == "async":
-            self._background.check()
+        self._check_mode(mode)
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         all_rng = self._all_rng_states() if with_rng and self._every_rng_state else None
@@ -339,29 +331,11 @@ class Checkpointer:
                     raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-            tree: dict[str, Any] = parts_of(state, chosen)
-            clash = sorted(set(tree) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
-            if clash:
-                raise StateError(
-                    f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it"
-                )
-            names = content_names(tree)
             rank, world_size = self._group.rank, self._group.world_size
-            numbers = with_args(numbers_of("progress", progress or {}), args)
-            observed = observe(tree)
-            tree |= {"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, "progress": dict(numbers)}
-            if "flops" in numbers:
-                tree["num_floating_point_operations_so_far"] = numbers["flops"]
-            if args is not None:
-                tree["args"] = args
-                names.add("args")
-            if rerun_state is not None:
-                tree[RERUN_KEY] = ShardedObject(RERUN_KEY, rerun_state, (world_size,), (rank,))
-                names.add("rerun_state")
+            streams: Mapping[str, ShardedObject] = {}
             if with_rng:
-                own_rng = rng.capture(self._rng_tracker)
-                tree |= rng.sharded(own_rng, rank, world_size, self.topology, all_rng, every_rank=self._every_rng_state)
-                names.add("rng")
+                own = rng.capture(self._rng_tracker)
+                streams = rng.sharded(own, rank, world_size, self.topology, all_rng, every_rank=self._every_rng_state)
             begin = Begin(
                 save_id="",
                 run=self.run,
@@ -373,12 +347,10 @@ class Checkpointer:
                 kind=kind,
                 io_mode=mode,
                 topology=self.topology,
-                contents=tuple(sorted(names)),
-                progress=observed | numbers,
-                observed=observed,
-                metrics=numbers_of("metrics", metrics or {}),
                 parent=self._parent,
             )
+            beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
+            tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
             return SaveRequest(
                 self._storage,
                 roots.iteration_path(self._root, iteration, kind),
@@ -503,6 +475,10 @@ class Checkpointer:
 
     def _announce(self) -> None:
         self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)
+
+    def _check_mode(self, io_mode: IoMode) -> None:
+        worker = self._background.options.worker
+        check("GLOBAL", "torch_dist", io_mode, storage=self._storage.capabilities, worker=worker)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -17,7 +17,7 @@ from ckptlib import records
 from ckptlib.errors import RecordError, StateError, VersionError
 from ckptlib.tiling import sorted_rows
 
-MAGIC = b"CKPTIDX1"
+MAGIC = b"CKPTIDX2"
 
 Int64s = npt.NDArray[np.int64]
 
@@ -200,7 +200,9 @@ def encode(names: Names, columns: Columns, repeated: Mapping[str, bytes]) -> byt
 def decode(data: bytes, where: str) -> tuple[Names, Columns, dict[str, bytes]]:
     """Reads `encode`. Raises `RecordError` or `VersionError`, as `ItemIndex.decode`."""
     if data[:7] == MAGIC[:7] and data[7:8] not in (b"", MAGIC[7:]):
-        raise VersionError(f"{where}: an item index of version {data[7:8]!r}; use a newer ckptlib")
+        raise VersionError(
+            f"{where}: an item index of version {data[7:8]!r}; {MAGIC[7:]!r} is read here; use the ckptlib of its time"
+        )
     try:
         magic, length = struct.unpack_from(f"<{len(MAGIC)}sI", data)
         if magic != MAGIC:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +23,6 @@ BLOCK_BYTES = 8 * 1024 * 1024
 
 BAD: frozenset[Verdict] = frozenset({"missing", "size", "digest"})
 """Verdicts that mean: these are not the bytes that were written."""
-
-_UNREADABLE = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN,
-        errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO, errno.ENOLINK,
-        errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,11 +86,6 @@ class Findings:
 
     checks: dict[str, FileCheck] = field(default_factory=dict)
     defects: list[str] = field(default_factory=list)
-
-
-def is_unreadable(error: OSError) -> bool:
-    """Whether an error says nothing about the bytes (V2): permission, timeout, a storage that is not there."""
-    return isinstance(error, PermissionError | TimeoutError | BlockingIOError) or error.errno in _UNREADABLE
 
 
 def describe(error: OSError) -> str:

@@ -109,6 +109,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from ckptlib.worker import main; main({theirs.fileno()}, {nice})"],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for the worker
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
