@@ -80,7 +80,7 @@ class Exchange:
     def open(
         cls,
         group: dist.ProcessGroup | None,
-        index: ItemIndex,
+        needs: Int64s,
         plan: ReadPlan,
         targets: Sequence[Target],
         timeout: float,
@@ -89,15 +89,11 @@ class Exchange:
 
         Args:
             group: None: the default one.
+            needs: see `needs_of`.
             plan: what this rank needs; its requests are the rows of `targets`.
             timeout: seconds that `run` waits for a message.
         """
-        numbers = {key: number for number, key in enumerate(index.keys)}
-        tensor = np.array([numbers[target.key] for target in targets], np.int64)[plan.request]
-        dtype = np.array([zlib.crc32(str(target.tensor.dtype).encode()) for target in targets], np.int64)[plan.request]
-        itemsize = np.array([target.tensor.element_size() for target in targets], np.int64)[plan.request]
-        columns = np.stack([tensor, plan.chunk.astype(np.int64), dtype, itemsize], axis=1)
-        tables = _gather(np.concatenate([columns, plan.source, plan.sizes], axis=1), group)
+        tables = _gather(needs, group)
         return cls(dist.get_rank(group), len(tables), plan, targets, _wishes(tables), group, timeout)
 
     def assign(self) -> None:
@@ -298,6 +294,16 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     if "gloo" in backend or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def needs_of(index: ItemIndex, plan: ReadPlan, targets: Sequence[Target]) -> Int64s:
+    """What this rank needs, as a table for the others: tensor, chunk, dtype, itemsize, box."""
+    numbers = {key: number for number, key in enumerate(index.keys)}
+    tensor = np.array([numbers[target.key] for target in targets], np.int64)[plan.request]
+    dtype = np.array([zlib.crc32(str(target.tensor.dtype).encode()) for target in targets], np.int64)[plan.request]
+    itemsize = np.array([target.tensor.element_size() for target in targets], np.int64)[plan.request]
+    columns = np.stack([tensor, plan.chunk.astype(np.int64), dtype, itemsize], axis=1)
+    return np.concatenate([columns, plan.source, plan.sizes], axis=1)
 
 
 def _gather(table: Int64s, group: dist.ProcessGroup | None) -> list[Int64s]:

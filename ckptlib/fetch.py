@@ -21,7 +21,7 @@ from isal import isal_zlib
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.index import UNKNOWN, ChunkItem
-from ckptlib.read_plan import Int64s, ReadPlan, as_rows, contiguous_runs, first_runs
+from ckptlib.read_plan import Int64s, ReadPlan, as_rows, contiguous_runs, first_runs, slabs
 from ckptlib.source import Source
 from ckptlib.state import memory_of
 from ckptlib.tiling import padded
@@ -290,18 +290,15 @@ class _Fetcher:
         return from_ * itemsize, to * itemsize, length * itemsize
 
     def _fetch_by_slabs(self, path: str, row: int, start: int, crc: int) -> Traffic:
-        """A part that does not land in place, slab by slab along its first axis that is longer than 1."""
+        """A part that does not land in place, slab by slab."""
         target = self._targets[self._plan.request[row]]
         view = _view(self._plan, row, target.tensor)
         shape, strides, itemsize = self._shape(row), self._source_strides(row), int(self._itemsizes[row])
-        axis = next((axis for axis, size in enumerate(shape) if size != 1), 0)
-        step = max(1, SCRATCH_BYTES * shape[axis] // int(self._nbytes[row]))
-        traffic, found = Traffic(), 0
-        for first in range(0, shape[axis], step):
-            slab = [*shape[:axis], min(step, shape[axis] - first), *shape[axis + 1 :]]
+        traffic, found, done = Traffic(), 0, 0
+        for offset, slab in slabs(shape, max(1, SCRATCH_BYTES // itemsize)):
             landing = torch.empty(slab, dtype=target.dtype)
             memory = memory_of(landing)
-            at = start + first * strides[axis] * itemsize
+            at = start + sum(o * s for o, s in zip(offset, strides, strict=True)) * itemsize
             from_, to, length = contiguous_runs(slab, strides, _row_major(slab))
             nbytes = length * itemsize
             if (steps := as_rows(from_ * itemsize, to * itemsize, nbytes)) is not None:
@@ -315,10 +312,11 @@ class _Fetcher:
                 traffic += _traffic(starts, views)
             if crc != UNKNOWN:
                 found = isal_zlib.crc32(memory, found)
-                if first + step >= shape[axis]:
+                done += len(memory)
+                if done == self._nbytes[row]:
                     self._compare(row, found, crc)
             self._begin(target.key)
-            part = view.narrow(axis, first, slab[axis]) if view.dim() else view
+            part = view[tuple(slice(o, o + n) for o, n in zip(offset[: view.dim()], slab, strict=False))]
             part.copy_(landing.reshape(part.shape))
         return traffic
 

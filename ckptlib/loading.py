@@ -33,7 +33,7 @@ from ckptlib.errors import (
     LoadIncompleteError,
     TilingError,
 )
-from ckptlib.exchange import Exchange, check_member
+from ckptlib.exchange import Exchange, check_member, needs_of
 from ckptlib.fetch import Target, Traffic, fetch_all
 from ckptlib.formats import torch_dist
 from ckptlib.load_options import LoadOptions
@@ -41,7 +41,7 @@ from ckptlib.load_requests import Wanted, plan_leaves, target_of, wants
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import RankPlan
 from ckptlib.planning import Offer, PlanCache, Share
-from ckptlib.read_plan import ReadPlan
+from ckptlib.read_plan import Int64s, ReadPlan
 from ckptlib.source import Source
 from ckptlib.state import ObjectLeaf, TensorLeaf, ValueLeaf
 from ckptlib.ties import check_ties
@@ -97,6 +97,7 @@ class PreparedLoad:
     Attributes:
         ignore: names stored keys that are not unexpected.
         present: the tensors that are stored, and their `targets`: the requests of `plan`.
+        needs: for `load_parallelism`: see `exchange.needs_of`.
         padded: those whose stored shape is another one: what is not stored of them becomes zero.
     """
 
@@ -109,6 +110,7 @@ class PreparedLoad:
     targets: list[Target] = field(default_factory=list)
     padded: list[TensorLeaf] = field(default_factory=list)
     plan: ReadPlan | None = None
+    needs: Int64s | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     changed: dict[str, None] = field(default_factory=dict)
 
@@ -160,6 +162,7 @@ class PreparedLoad:
         report.bytes_needed = _payload(self.plan, self.targets)
         if self.options.load_parallelism is not None:
             check_member(self.options.process_group)
+            self.needs = needs_of(source.index, self.plan, self.targets)
         if self.options.verify is not None:
             _verify_first(source, self.options.verify)
         keys = sorted(flat.object_keys() - absent)
@@ -338,10 +341,10 @@ def _plan_exchange(group: Group, ready: PreparedLoad) -> Exchange | None:
     options = ready.options
     if options.load_parallelism is None or group.world_size == 1:
         return None
-    assert ready.plan is not None  # checked before
+    assert ready.plan is not None and ready.needs is not None  # noqa: PT018 - checked before
     # Collectives follow: every rank must come here, or none.
     plan, targets = ready.plan, ready.targets
-    opened = Exchange.open(options.process_group, ready.source.index, plan, targets, group.timeout)
+    opened = Exchange.open(options.process_group, ready.needs, plan, targets, group.timeout)
     agree(group, "share", opened.assign)
     return opened
 

@@ -7,7 +7,9 @@ boxes of one load have D axes; an axis of size 1 neither makes a run longer nor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -256,6 +258,23 @@ GAP_BYTES = 8 * 1024
 
 FEW_ROWS = 64
 """Fewer are not worth a table."""
+
+
+def slabs(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes that cover a shape one after the other in row-major order, each of at most `limit` elements (at least 1).
+
+    Yields:
+        offset and shape of each.
+    """
+    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    cut = next((axis for axis, count in enumerate(inner) if count <= limit), None)
+    if cut is None:  # no axes
+        yield (), ()
+        return
+    step, rest = max(1, limit // max(1, inner[cut])), tuple(shape[cut + 1 :])
+    for lead in itertools.product(*map(range, shape[:cut])):
+        for first in range(0, shape[cut], step):
+            yield (*lead, first, *(0,) * len(rest)), (*(1,) * cut, min(step, shape[cut] - first), *rest)
 
 
 def as_rows(source: Int64s, target: Int64s, length: int) -> tuple[int, int] | None:

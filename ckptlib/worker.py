@@ -12,6 +12,7 @@ arena travels as a file descriptor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -22,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +117,8 @@ class WorkerProcess:
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             )
         self._connection = Connection(ours)
+        # A forked child (a data loader) must not keep the connection open when the trainer is gone.
+        os.register_at_fork(after_in_child=functools.partial(_close, weakref.ref(ours)))
         self._receive = receive
         self._listener = threading.Thread(target=self._listen, name="ckptlib-worker-results", daemon=True)
         self._listener.start()
@@ -157,6 +161,12 @@ class WorkerProcess:
             self._process.wait()  # or it stays a zombie for as long as the trainer lives
             self._connection.close()
             self._receive(None)
+
+
+def _close(connected: weakref.ref[socket.socket]) -> None:
+    sock = connected()
+    if sock is not None:
+        sock.close()
 
 
 def main(fd: int, nice: int) -> None:

@@ -7,6 +7,7 @@ files in one of our directories are exports.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,6 +20,10 @@ from ckptlib.index import ItemIndex
 __all__ = ["is_foreign_complete", "sniff", "sniff_beside"]
 
 MARKER = "metadata.json"
+
+
+_CELL = re.compile(rb"/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+"""A cell of a grid of objects (`ShardedObject.unique_key`), in a pickle that is not opened."""
 
 
 def sniff(storage: st.Storage, path: str) -> str | None:
@@ -37,7 +42,7 @@ def sniff(storage: st.Storage, path: str) -> str | None:
     if METADATA not in names:
         return None
     keys = storage.get(st.join(path, METADATA))
-    if b"/shard_" in keys:
+    if _CELL.search(keys):
         return "torch_dist"
     return "fsdp_dtensor" if b"optimizer.param_to_group_meta." in keys else "torch_dcp"
 

@@ -20,6 +20,7 @@ from ckptlib.formats.metadata_writer import encode_metadata
 from ckptlib.index import UNKNOWN, ChunkItem, ItemIndex, Location
 from ckptlib.safe_pickle import load_object, load_pickle
 from ckptlib.safe_tensors import Storages
+from ckptlib.sharding import names_cell
 
 __all__ = [
     "check_optimizer_request",
@@ -84,7 +85,7 @@ def read_common(storage: st.Storage, path: str, index: ItemIndex | None = None) 
         if index.has_object(COMMON_KEY):
             where = f"{storage.url(path)}: {COMMON_KEY}"
             value = read_object(storage, path, index, COMMON_KEY)
-        elif any("/shard_" in key for key in index.object_keys):
+        elif any(map(names_cell, index.object_keys)):
             raise NotACheckpointError(f"{storage.url(path)}: it has neither {COMMON} nor {COMMON_KEY}: not finished")
         else:
             return {key: read_object(storage, path, index, key) for key in index.object_keys if "." not in key}

@@ -22,6 +22,7 @@ from ckptlib.read_plan import (
     plan_boxes,
     plan_reads,
     row_major_strides,
+    slabs,
 )
 from ckptlib.sharding import Box
 from ckptlib.tiling import padded
@@ -183,3 +184,16 @@ def test_a_plan_needs_at_most_256_bytes_an_item_with_up_to_six_axes() -> None:
     plan = plan_reads(index_of({"t": (shape, boxes)}), Requests.build(["t"], [Box.whole(shape)]))
     assert len(plan) == 6
     assert plan.nbytes <= 256 * 6
+
+
+@given(shapes(min_side=1, max_side=6), st.integers(1, 40))
+def test_slabs_cover_a_shape_in_order_and_none_is_larger_than_it_may_be(shape: tuple[int, ...], limit: int) -> None:
+    """Also where the first axis is short and what follows is long: (2, 100000) is cut along the second."""
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    seen = []
+    for offset, size in slabs(shape, limit):
+        part = elements[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        assert part.shape == size
+        assert 1 <= part.size <= limit
+        seen += part.reshape(-1).tolist()
+    assert seen == elements.reshape(-1).tolist()
