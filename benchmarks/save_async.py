@@ -74,16 +74,15 @@ def main() -> None:
         for name, tensor in model.items():
             warm[name].copy_(tensor)
 
-    def ours(round_: int) -> Callable[[], None]:
-        pending = job.save({"model": model}, iteration=round_, contents=["model"])
-        return lambda: (pending.wait(), None)[1]
+    def ours(round_: int) -> Callable[[], object]:
+        return job.save({"model": model}, iteration=round_, contents=["model"]).wait
 
-    def torchs(name: str) -> Callable[[int], Callable[[], None]]:
-        def save(round_: int) -> Callable[[], None]:
+    def torchs(name: str) -> Callable[[int], Callable[[], object]]:
+        def save(round_: int) -> Callable[[], object]:
             stager = stagers.get(name)
             extra: dict[str, Any] = {} if stager is None else {"async_stager": stager}
             future = dcp.async_save({"model": model}, checkpoint_id=f"{folder}/torch", no_dist=True, **extra)
-            return lambda: (future.result(), None)[1]  # type: ignore[union-attr]
+            return future.result  # type: ignore[union-attr]
 
         return save
 

@@ -7,7 +7,6 @@ records of the others on storage, and commits (W7).
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -22,10 +21,8 @@ from ckptlib.manifest import Begin
 from ckptlib.packing import pack
 from ckptlib.planning import PlanCache
 from ckptlib.saving import Begun, SaveRequest, SaveResult, abort_begun, begin_together
-from ckptlib.staging import Arena, Pool, layout, stage
+from ckptlib.staging import Arena, Pool, copy_in, layout
 from ckptlib.worker import WorkerProcess, Written
-
-log = logging.getLogger("ckptlib")
 
 AtLimit = Literal["wait", "skip", "error"]
 """What a save does when as many are in flight as may be: wait for one, not happen, or raise."""
@@ -212,11 +209,11 @@ class BackgroundSaves:
         """
         package = pack(begun.request.flat, begun.share, begun.value_digests, leads=rank == 0)
         worker = self._start()
-        _, nbytes = layout(package.tensors)
+        staged, nbytes = layout(package.tensors)
         arena = self._pool.take(nbytes)
         flight: _Flight | None = None
         try:
-            staged = stage(package, arena)
+            copy_in(arena, package.tensors, staged)
             number = self._number_of(arena, worker)
             self._next += 1
             job = Job(

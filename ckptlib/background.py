@@ -57,17 +57,13 @@ class Outcome:
     Attributes:
         decision: rank 0's; None for other ranks, which have done their part when they have recorded it.
         error: why it failed; None: it did not.
-        bytes, files: what this rank wrote.
-        seconds: of the write, and, on rank 0, from the record to the end of the exports.
+        files: data files that this rank wrote.
     """
 
     number: int
     decision: Decision | None = None
     error: str | None = None
-    bytes: int = 0
     files: int = 0
-    write_seconds: float = 0.0
-    commit_seconds: float = 0.0
 
 
 def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) -> Outcome:
@@ -77,7 +73,6 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) 
         arena: holds the staged tensors.
         written: called when the arena is not needed any more.
     """
-    started = time.perf_counter()
     storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
     begin = job.begin
     try:
@@ -85,7 +80,6 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) 
             files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged))
         finally:
             written()
-        recorded = time.perf_counter()
         decision = _commit(storage, path, job) if job.rank == 0 else None
     except Exception as error:
         log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)
@@ -93,14 +87,7 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) 
         return give_up(job, reason)
     if decision is not None and decision.outcome == "abort":
         return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
-    return Outcome(
-        job.number,
-        decision,
-        bytes=files.nbytes,
-        files=len(files.files),
-        write_seconds=recorded - started,
-        commit_seconds=time.perf_counter() - recorded,
-    )
+    return Outcome(job.number, decision, files=len(files.files))
 
 
 def _commit(storage: st.Storage, path: str, job: Job) -> Decision:

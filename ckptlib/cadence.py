@@ -56,7 +56,7 @@ class Schedule:
         phase_transitions: iterations at which the job exits, to go on with another configuration.
         exit_signals: names of the signals that mean "save and exit"; `ckptlib.exit_signals` listens to them.
         agree_every: ranks compare signals and clocks at multiples of so many iterations. Rank 0 hears every rank, in
-            0.2 to 0.4 ms each: nothing for a few hundred ranks, seconds for ten thousand. More than 1 makes it cheaper
+            0.4 to 1 ms each: nothing for a few hundred ranks, seconds for ten thousand. More than 1 makes it cheaper
             and delays the reaction: so many steps must fit into the grace period.
 
     Raises:

@@ -22,6 +22,7 @@ import torch
 
 from ckptlib.errors import StagingError
 from ckptlib.packing import Package
+from ckptlib.sharding import Box
 from ckptlib.state import TensorLeaf, dtype_of
 
 ALIGNMENT = 64
@@ -68,15 +69,11 @@ class Arena:
     def view(self, staged: StagedTensor) -> torch.Tensor:
         """The memory of a staged tensor, contiguous."""
         dtype = dtype_of(staged.dtype)
-        count = 1
-        for size in staged.shape:
-            count *= size
-        return self._bytes[staged.at : staged.at + count * dtype.itemsize].view(dtype).reshape(staged.shape)
+        end = staged.at + math.prod(staged.shape) * dtype.itemsize
+        return self._bytes[staged.at : end].view(dtype).reshape(staged.shape)
 
     def leaf(self, staged: StagedTensor) -> TensorLeaf:
         """A staged tensor as a leaf, to be written."""
-        from ckptlib.sharding import Box
-
         return TensorLeaf(
             staged.key, self.view(staged), staged.global_shape, Box(staged.offset, staged.shape), main=True
         )
@@ -191,13 +188,6 @@ class Pool:
             for arena in self._free:
                 arena.close()
             self._free = []
-
-
-def stage(package: Package, arena: Arena) -> list[StagedTensor]:
-    """Copies a package's tensors into an arena that is large enough (`layout`)."""
-    staged, _ = layout(package.tensors)
-    copy_in(arena, package.tensors, staged)
-    return staged
 
 
 def unstage(package: Package, arena: Arena, staged: Sequence[StagedTensor]) -> Package:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, async_save, background, worker
+from ckptlib import Checkpointer, async_save, background, staging, worker
 from ckptlib.async_save import AsyncOptions
 from ckptlib.background import Job, Outcome
 from ckptlib.errors import (
@@ -140,14 +140,12 @@ def test_p05_what_changes_after_save_returns_is_not_in_the_checkpoint(root: str,
 
 def test_memory_is_staged_in_once_and_used_again(root: str) -> None:
     with Checkpointer(root, run="run", io_mode="async", background=THREAD) as job:
-        made = []
-        with mock.patch.object(async_save.Pool, "take", autospec=True, side_effect=async_save.Pool.take) as take:
+        with mock.patch.object(staging, "Arena", wraps=staging.Arena) as made:
             for iteration in range(6):
                 job.save(state(iteration), iteration=iteration)
-            made = [call.args[0] for call in take.call_args_list]
-        assert len(set(map(id, made))) == 1
-        assert job.drain(60)
-        assert len(job._background._pool._free) == 1
+            assert job.drain(60)
+        assert made.call_count == 1
+        assert_holds(f"{root}/iter_0000005", 5)
 
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
