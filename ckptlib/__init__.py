@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptlib import errors
     from ckptlib.api import save
-    from ckptlib.async_save import AsyncOptions
+    from ckptlib.background_saves import AsyncOptions
     from ckptlib.cadence import Schedule
     from ckptlib.cadence_loop import Cadence
     from ckptlib.checkpointer import Checkpointer
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncOptions": "async_save",
+    "AsyncOptions": "background_saves",
     "Cadence": "cadence_loop",
     "CheckpointInfo": "inspection",
     "Checkpointer": "checkpointer",

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import resume, rng, roots
+from ckptlib import resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
-from ckptlib.async_save import AsyncOptions, BackgroundSaves, Target, failure, run_async_save
+from ckptlib.async_save import run_async_save
+from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
 from ckptlib.combinations import check
 from ckptlib.composing import Beside, compose
 from ckptlib.coordination import Group, agree, lead, new_group
@@ -462,7 +463,7 @@ class Checkpointer:
     ) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
         attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, tracker)
-        for settled in roots.settle(self._storage, self._root, attempt.number, wait=settle_wait):
+        for settled in settling.settle(self._storage, self._root, attempt.number, wait=settle_wait):
             emit(self._on_event, Notice("settled", str(settled)))
             if settled.decision is not None and settled.decision.outcome == "commit":
                 # Nobody else was left to tell of it: its own attempt is gone.

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, checkpointer, commit, exports, fetch, reader, records, roots, saving
+from ckptlib import Checkpointer, checkpointer, commit, exports, fetch, reader, records, roots, saving, settling
 from ckptlib.coordination import SoloGroup
 from ckptlib.errors import RankTimeoutError
 from tests.ckptlib.explorer import MESSAGE, TIMEOUT, Player
@@ -42,8 +42,9 @@ COLLAPSED = {
     exports: ("export_changes", "_roll_forward_once", "roll_forward", "bury", "_remove_records"),
     roots: (
         *("scan", "scan_directory", "newest_attempt", "read_identity", "read_tracker", "tracker_mode"),
-        *("open_root", "start_attempt", "settle", "put_tracker", "write_tracker"),
+        *("open_root", "start_attempt", "put_tracker", "write_tracker"),
     ),
+    settling: ("settle",),
     saving: ("_begin", "_write", "_commit", "_abort"),
 }
 """Functions that leave nothing in their process but what they return or raise, and whose `repr` tells it all."""

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, async_save, background, staging, worker
-from ckptlib.async_save import AsyncOptions
+from ckptlib import Checkpointer, background, background_saves, staging, worker
 from ckptlib.background import Job, Outcome
+from ckptlib.background_saves import AsyncOptions
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
@@ -167,7 +167,7 @@ def test_states_of_changing_size_are_written_from_their_own_memory(root: str, ki
 
 def test_a_thread_that_is_not_waited_for_still_writes_what_was_staged(root: str) -> None:
     gate = threading.Event()
-    with mock.patch.object(async_save, "run_job", slow(gate)):
+    with mock.patch.object(background_saves, "run_job", slow(gate)):
         job = Checkpointer(root, run="run", io_mode="async", background=THREAD)
         pending = job.save(state(1), iteration=1)
         job.close(timeout=0.01)
@@ -189,7 +189,8 @@ def test_a_worker_that_cannot_read_its_job_fails_it_and_ends(root: str) -> None:
     process = job._background._worker
     assert isinstance(process, worker.WorkerProcess)
     options: Any = Unreadable()
-    with mock.patch.object(async_save, "Job", side_effect=lambda **of: replace(Job(**of), storage_options=options)):
+    unreadable = mock.Mock(side_effect=lambda **of: replace(Job(**of), storage_options=options))
+    with mock.patch.object(background_saves, "Job", unreadable):
         pending = job.save(state(1), iteration=1)
     with pytest.raises(BackgroundSaveError, match="worker process ended"):
         pending.wait(60)
@@ -211,7 +212,7 @@ def test_what_happens_at_the_limit_is_what_the_caller_chose(root: str, at_limit:
     gate, notices = threading.Event(), list[Notice]()
     options = AsyncOptions(worker="thread", at_limit=at_limit)
     with (
-        mock.patch.object(async_save, "run_job", slow(gate)),
+        mock.patch.object(background_saves, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=options, on_event=notices.append) as job,
     ):
         job.save(state(1), iteration=1)
@@ -233,7 +234,7 @@ def test_what_happens_at_the_limit_is_what_the_caller_chose(root: str, at_limit:
 def test_a_synchronous_save_waits_for_those_in_flight(root: str) -> None:
     gate = threading.Event()
     with (
-        mock.patch.object(async_save, "run_job", slow(gate)),
+        mock.patch.object(background_saves, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
     ):
         job.save(state(1), iteration=1)
@@ -298,7 +299,7 @@ def test_a_worker_that_ends_after_its_part_was_done_has_not_failed(root: str) ->
         return background.run_job(job, *args)
 
     with (
-        mock.patch.object(async_save, "run_job", run),
+        mock.patch.object(background_saves, "run_job", run),
         Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
     ):
         job.save(state(1), iteration=1).wait(60)
@@ -464,7 +465,7 @@ def no_room_on_one_rank(rank: int, root: str) -> list[str]:
     """Rank 1's first save takes longer than a rank waits; what each rank sees."""
     gate, seen = threading.Event(), []
     with (
-        mock.patch.object(async_save, "run_job", slow(gate) if rank == 1 else background.run_job),
+        mock.patch.object(background_saves, "run_job", slow(gate) if rank == 1 else background.run_job),
         mock.patch.object(background, "_commit", return_value=None),
         Checkpointer(root, run="run", io_mode="async", background=THREAD, timeout=1.0) as job,
     ):
@@ -490,7 +491,7 @@ def test_an_iteration_that_is_being_written_exists(root: str) -> None:
     """W9."""
     gate = threading.Event()
     with (
-        mock.patch.object(async_save, "run_job", slow(gate)),
+        mock.patch.object(background_saves, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2, worker="thread")) as job,
     ):
         first = job.save(state(1), iteration=1)

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from ckptlib import commit, exports, roots, saving
+from ckptlib import commit, exports, roots, saving, settling
 from tests.ckptlib import explorer_scenarios as scenarios
 from tests.ckptlib.explorer import Violation
 from tests.ckptlib.explorer_scenarios import Scenario
@@ -96,7 +96,7 @@ def saves_without_a_fence() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def settles_before_it_is_an_attempt() -> Iterator[None]:
     """The attempt file comes after settling: a save can begin in between, unseen and unfenced."""
-    start, settle = roots.start_attempt, roots.settle
+    start, settle = roots.start_attempt, settling.settle
 
     def start_late(storage: Any, root: str, *rest: Any) -> Any:
         settle(storage, root, roots.newest_attempt(storage, root) + 1)
@@ -112,7 +112,7 @@ def forgets_to_settle() -> AbstractContextManager[Any]:
     def nothing(*_: Any, **__: Any) -> list[str]:
         return []
 
-    return mock.patch.object(roots, "settle", nothing)
+    return mock.patch.object(settling, "settle", nothing)
 
 
 def writes_the_marker_first() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib import Checkpointer, commit, exports, records, roots
+from ckptlib import Checkpointer, commit, exports, records, roots, settling
 from ckptlib.errors import CheckpointExistsError, NoResumePointError, VersionError
 from ckptlib.events import AttemptEvent, CommitEvent
 from ckptlib.storage import resolve
@@ -191,11 +191,11 @@ def test_a_start_does_not_read_every_old_checkpoint_again(tmp_path: Path) -> Non
     """W8: old checkpoints whose roll-forward has ended cost a start a few looks, and no comparison of exports."""
     root = str(tmp_path / "run")
     job = Checkpointer(root, run="run")
-    for iteration in range(roots.COMPARED_AT_START + 4):
+    for iteration in range(settling.COMPARED_AT_START + 4):
         job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
     with mock.patch.object(exports, "roll_forward", wraps=exports.roll_forward) as rolled:
         Checkpointer(root, run="run")
-    assert rolled.call_count == roots.COMPARED_AT_START
+    assert rolled.call_count == settling.COMPARED_AT_START
 
 
 def test_w5_an_old_checkpoint_whose_exports_were_not_finished_is_finished_at_the_next_start(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_w5_an_old_checkpoint_whose_exports_were_not_finished_is_finished_at_the
     job = Checkpointer(root, run="run")
     with mock.patch.object(exports, "roll_forward", side_effect=OSError("disk full")):
         job.save({"model": {"w": torch.ones(1)}}, iteration=0)
-    for iteration in range(1, roots.COMPARED_AT_START + 2):
+    for iteration in range(1, settling.COMPARED_AT_START + 2):
         job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
     assert not (tmp_path / "run/iter_0000000/metadata.json").exists()
     Checkpointer(root, run="run")
