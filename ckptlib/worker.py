@@ -12,7 +12,6 @@ arena travels as a file descriptor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import pickle
@@ -118,7 +117,7 @@ class WorkerProcess:
             )
         self._connection = Connection(ours)
         # A forked child (a data loader) must not keep the connection open when the trainer is gone.
-        os.register_at_fork(after_in_child=functools.partial(_close, weakref.ref(ours)))
+        _connected.add(ours)
         self._receive = receive
         self._listener = threading.Thread(target=self._listen, name="ckptlib-worker-results", daemon=True)
         self._listener.start()
@@ -163,10 +162,16 @@ class WorkerProcess:
             self._receive(None)
 
 
-def _close(connected: weakref.ref[socket.socket]) -> None:
-    sock = connected()
-    if sock is not None:
+_connected: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""This process's ends of its connections to workers."""
+
+
+def _close_all() -> None:
+    for sock in list(_connected):
         sock.close()
+
+
+os.register_at_fork(after_in_child=_close_all)  # once: what is registered stays for as long as the process lives
 
 
 def main(fd: int, nice: int) -> None:
