@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptlib import commit, exports
+from ckptlib import commit, exports, removal
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.manifest import Begin, Decision
@@ -58,12 +58,14 @@ class Outcome:
         decision: rank 0's; None for other ranks, which have done their part when they have recorded it.
         error: why it failed; None: it did not.
         files: data files that this rank wrote.
+        left: what the checkpoint takes the place of and could not be removed (`removal.supersede`).
     """
 
     number: int
     decision: Decision | None = None
     error: str | None = None
     files: int = 0
+    left: tuple[str, ...] = ()
 
 
 def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) -> Outcome:
@@ -87,7 +89,11 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) 
         return give_up(job, reason)
     if decision is not None and decision.outcome == "abort":
         return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
-    return Outcome(job.number, decision, files=len(files.files))
+    left: list[str] = []
+    if decision is not None:
+        root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
+        left = removal.supersede(root_storage, root, begin)
+    return Outcome(job.number, decision, files=len(files.files), left=tuple(left))
 
 
 def _commit(storage: st.Storage, path: str, job: Job) -> Decision:

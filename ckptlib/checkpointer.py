@@ -6,12 +6,13 @@ settled, and only then may `restore` choose a resume point.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import resume, rng, roots, settling
+from ckptlib import removal, resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.async_save import run_async_save
@@ -115,6 +116,7 @@ class Checkpointer:
             )
         self._storage, self._root = st.resolve(root, storage_options, single_writer=single_writer)
         self._storage_options = storage_options
+        self._non_persistent_url = self._storage.url(st.join(self._root, roots.NON_PERSISTENT)) + "/"
         self._resolver = resolver
         self._announcer = Announcer(
             self._storage,
@@ -230,26 +232,31 @@ class Checkpointer:
             self._announce()
             return Restored(found=False, reason="the run has no checkpoint")
         choice, level = chosen
-        restored = restore_from(
-            RestoreRequest(
-                choice=choice,
-                contents=contents,
-                options=replace(options, verify=verify or level),
-                finetune=finetune,
-                args=args,
-                allow_changed=allow_changed,
-                group=self._group,
-                plans=self._plans,
-                topology=self.topology,
-                rng_tracker=self._rng_tracker,
-                on_event=self._on_event,
-                storage_options=self._storage_options,
-            ),
-            state,
+        request = RestoreRequest(
+            choice=choice,
+            contents=contents,
+            options=replace(options, verify=verify or level),
+            finetune=finetune,
+            args=args,
+            allow_changed=allow_changed,
+            group=self._group,
+            plans=self._plans,
+            topology=self.topology,
+            rng_tracker=self._rng_tracker,
+            on_event=self._on_event,
+            storage_options=self._storage_options,
         )
+        with self._pinned(choice):
+            restored = restore_from(request, state)
         self._parent = choice.save_id
         self._announce()
         return restored
+
+    def _pinned(self, choice: resume.ResumeChoice) -> contextlib.AbstractContextManager[None]:
+        """Keeps a non-persistent checkpoint from being removed while it is read: a save in flight may supersede it."""
+        if self._group.rank != 0 or choice.save_id is None or not choice.url.startswith(self._non_persistent_url):
+            return contextlib.nullcontext()
+        return removal.pinned(self._storage, self._root, self.attempt, choice.save_id)
 
     def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
         """The resume point, and the verification it still needs before it may be trusted."""
@@ -398,6 +405,12 @@ class Checkpointer:
         if self._group.rank == 0:
             path = roots.iteration_path(self._root, begin.iteration, begin.kind)
             self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
+            if not by_worker:
+                self._tell_of_left(removal.supersede(self._storage, self._root, begin))
+
+    def _tell_of_left(self, left: Sequence[str]) -> None:
+        for text in left:
+            emit(self._on_event, Notice("superseded_not_removed", text))
 
     def _all_rng_states(self) -> list[rng.State] | None:
         """On rank 0, the RNG states of all ranks. Collective; fails on all ranks when it does on one."""
@@ -417,6 +430,7 @@ class Checkpointer:
                 emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
             elif outcome.decision is not None:
                 self._after_commit(begin, outcome.decision, by_worker=True)
+                self._tell_of_left(outcome.left)
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Waits for saves in flight, and hands what listeners still hold to where it belongs.
@@ -472,6 +486,7 @@ class Checkpointer:
                     committed.append(event)
         if tracker == "committed":
             roots.write_tracker(self._storage, self._root)
+        self._tell_of_left(removal.supersede_by_newest(self._storage, self._root))
         return identity, attempt
 
     def _announce(self) -> None:

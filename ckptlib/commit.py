@@ -185,7 +185,7 @@ def is_committed(storage: st.Storage, path: str) -> bool:
         return True
     from ckptlib import formats
 
-    found = formats.sniff(storage, path)
+    found = formats.sniff_beside(storage, path, list_saves(storage, path))
     return found is not None and formats.is_foreign_complete(storage, path, found)[0]
 
 

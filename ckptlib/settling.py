@@ -11,6 +11,7 @@ from ckptlib import commit, exports
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Decision
+from ckptlib.removal import remove_save
 from ckptlib.roots import Found, scan
 
 log = logging.getLogger("ckptlib")
@@ -49,7 +50,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         if save is None:
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
-            if _tidied(found.url, lambda: exports.bury(storage, found.path, save.save_id)):  # noqa: B023 - called here
+            if _tidied(found.url, lambda: remove_save(storage, found.path, save.save_id)):  # noqa: B023 - called here
                 done.append(Settled(found, save.save_id, None))
             continue
         if save.begin is None or not 0 < save.begin.attempt < attempt:

@@ -137,10 +137,21 @@ def _verify(
         detail = "neither the directory nor its root's identity is there; is the storage mounted?"
         checks = {name: FileCheck("unreadable", None, None, sha, None, detail) for name, (_, sha) in expected.items()}
         return save_id, Findings(checks)
+    _require_not_superseded(storage, path)
     subject = find_subject(storage, path, save_id, expected)
     if subject is None:
         return None, verify_foreign(storage, path, checker, deep=deep, expected=expected)
-    return subject, verify_save(storage, path, subject, checker, deep=deep, expected=expected)
+    found = verify_save(storage, path, subject, checker, deep=deep, expected=expected)
+    if any(check.verdict == "missing" for check in found.checks.values()):
+        _require_not_superseded(storage, path)  # removed meanwhile: that is no damage
+        find_subject(storage, path, subject, expected)
+    return subject, found
+
+
+def _require_not_superseded(storage: st.Storage, path: str) -> None:
+    """A non-persistent checkpoint goes, with its directory, when a newer one is committed."""
+    if st.basename(st.parent(path)) == roots.NON_PERSISTENT and not storage.list(path):
+        raise NotACheckpointError(f"{storage.url(path)}: gone: a newer non-persistent checkpoint has taken its place")
 
 
 def _check_level(level: str, storage: st.Storage) -> Level:

@@ -1,0 +1,163 @@
+"""Removal of whole checkpoints, and of non-persistent ones that a newer one takes the place of (D2, D3).
+
+A removal is a tombstone, then what foreign readers look for, then data and records, then the directory. One that was
+cut short is finished by whoever comes next (`settling`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+from ckptlib import commit, exports, roots
+from ckptlib import storage as st
+from ckptlib.errors import IntegrityError
+from ckptlib.manifest import Begin, Kind, Manifest
+
+log = logging.getLogger("ckptlib")
+
+READERS = "readers"
+"""``<root>/.ckpt/readers/<attempt>.<save_id>``: a restore of that attempt is reading that save."""
+
+_KIND: Kind = "non_persistent_global"
+_EXPORTS = (
+    commit.EXPORT_MARKER,
+    commit.EXPORT_METADATA,
+    commit.EXPORT_INTEGRITY,
+    commit.EXPORT_COMMON,
+    commit.EXPORT_CHECKPOINT,
+)
+
+
+def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
+    """Removes one save of an iteration directory, and the directory when nothing else is in it. Idempotent.
+
+    Raises:
+        IntegrityError: the records of another save are damaged, so nobody can tell whose the exports are.
+    """
+    save = commit.read_save(storage, path, save_id)
+    if not save.tombstoned:
+        storage.put(st.join(path, commit.CONTROL, commit.TOMBSTONES, save_id), b"")
+    if commit.current_save(storage, path) is None:
+        manifest = _manifest(storage, path, save_id)
+        others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
+        storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
+    exports.bury(storage, path, save_id)
+    remove_if_empty(storage, path)
+
+
+def _manifest(storage: st.Storage, path: str, save_id: str) -> Manifest | None:
+    where = st.join(commit.save_dir(path, save_id), commit.MANIFEST)
+    data = commit.get_or_none(storage, where)
+    return None if data is None else Manifest.decode(data, storage.url(where))
+
+
+def remove_if_empty(storage: st.Storage, path: str) -> None:
+    """Removes an iteration directory in which only tombstones are left."""
+    control = st.join(path, commit.CONTROL)
+    tombstones = st.join(control, commit.TOMBSTONES)
+    for directory, known in ((path, commit.CONTROL), (control, commit.TOMBSTONES)):
+        if any(entry.name != known for entry in storage.list(directory)):
+            return
+    names = [entry.name for entry in storage.list(tombstones)]
+    storage.remove([*(st.join(tombstones, name) for name in names), tombstones, control, path])
+
+
+# --- non-persistent checkpoints of all ranks --------------------------------------------------------------------------
+
+
+def superseded(
+    found: Sequence[roots.Found], newer: tuple[int, int, str], tracked: str | None, being_read: Collection[str]
+) -> list[roots.Found]:
+    """What a non-persistent checkpoint takes the place of, once it is committed: the older ones. Pure.
+
+    Args:
+        found: everything below the root.
+        newer: (attempt, iteration, save id) of the one that was committed. What comes after it in that order stays.
+        tracked: what the tracker says: what it names stays, or whoever follows it finds nothing.
+        being_read: save ids that a restore has pinned.
+    """
+    return [
+        each
+        for each in found
+        if each.kind == _KIND
+        and each.save is not None
+        and each.state in ("committed", "deleted")
+        and each.order < newer
+        and str(each.iteration) != tracked
+        and each.save.save_id not in being_read
+    ]
+
+
+def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
+    """Removes what a committed non-persistent checkpoint takes the place of. Never raises: the save has succeeded.
+
+    Returns:
+        What could not be removed, and why; the next one tries again.
+    """
+    left: list[str] = []
+    if begin.kind != _KIND:
+        return left
+    try:
+        directory = st.join(root, roots.NON_PERSISTENT)
+        newer = (begin.attempt, begin.iteration, begin.save_id)
+        tracked, being_read = roots.read_tracker(storage, directory), _being_read(storage, root)
+        for old in superseded(roots.scan(storage, root).found, newer, tracked, being_read):
+            try:
+                assert old.save is not None  # `superseded` has looked
+                remove_save(storage, old.path, old.save.save_id)
+            except (OSError, IntegrityError) as error:
+                left.append(f"{old.url}: {error}")
+        for entry in storage.list(directory):
+            if entry.is_dir:  # a removal that was cut short at its very end
+                remove_if_empty(storage, st.join(directory, entry.name))
+    except (OSError, IntegrityError) as error:
+        left.append(f"{storage.url(root)}: {error}")
+    for text in left:
+        log.warning("superseded by iteration %d and not removed: %s", begin.iteration, text)
+    return left
+
+
+def supersede_by_newest(storage: st.Storage, root: str) -> list[str]:
+    """`supersede`, by the newest non-persistent checkpoint: finishes what an older attempt did not come to."""
+    committed = [
+        found for found in roots.scan(storage, root).found if found.kind == _KIND and found.state == "committed"
+    ]
+    newest = max(committed, key=lambda found: found.order, default=None)
+    if newest is None or newest.save is None or newest.save.begin is None:
+        return []
+    return supersede(storage, root, newest.save.begin)
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pinned(storage: st.Storage, root: str, attempt: int, save_id: str) -> Iterator[None]:
+    """Says that this attempt reads a save: it is not removed meanwhile. Ends with the block, or with the attempt.
+
+    Whoever removes looks for pins before its tombstone; a reader that comes in between finds its files gone, and says
+    so. Readers outside the run pin nothing.
+    """
+    where = _pin_path(root, attempt, save_id)
+    try:
+        storage.put(where, b"")
+    except OSError as error:
+        log.warning("%s: cannot be written, so what is read may be removed meanwhile: %s", storage.url(where), error)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it counts no more than the attempt does
+            storage.remove([where])
+
+
+def _pin_path(root: str, attempt: int, save_id: str) -> str:
+    return st.join(root, commit.CONTROL, READERS, f"{attempt}.{save_id}")
+
+
+def _being_read(storage: st.Storage, root: str) -> set[str]:
+    """Saves that are being read. Pins of older attempts do not count: those have ended (W8)."""
+    names = [entry.name.split(".") for entry in storage.list(st.join(root, commit.CONTROL, READERS))]
+    newest = roots.newest_attempt(storage, root) if names else 0
+    return {save_id for attempt, save_id in names if int(attempt) >= newest}
