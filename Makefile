@@ -55,7 +55,7 @@ demo: $(INSTALLED) ## a training job: saved, damaged, killed in the middle of a 
 test-deep: $(INSTALLED) ## larger explorations and many more examples
 	@CKPT_TEST_PROFILE=deep $(BIN)/python -m pytest -m "not chaos and not megatron" --timeout 3600 $(ARGS)
 
-chaos: $(INSTALLED) ## kill an example trainer at every file event of a save
+chaos: $(INSTALLED) ## kill trainers at every file event of a save; any process of a job at 50 random moments
 	@$(BIN)/python -m pytest -m chaos --timeout 3600 $(ARGS)
 
 bench: $(INSTALLED) ## saves and loads beside torch's own and the physical limit, minutes

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from ckptlib.background import Job, Outcome, run_job
 from ckptlib.staging import Arena
 
 log = logging.getLogger("ckptlib")
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which a worker does not end."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class WorkerProcess:
 
     def __init__(self, receive: Callable[[Written | Outcome | None], None], *, nice: int = 0) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _held_back():
             # The package is found where this one was, whatever the trainer did to its search path.
             path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
             self._process = subprocess.Popen(
@@ -166,6 +169,16 @@ _connected: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """This process's ends of its connections to workers."""
 
 
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """A process that is started meanwhile gets none of these signals before it says so: its start takes seconds."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _close_all() -> None:
     for sock in list(_connected):
         sock.close()
@@ -179,8 +192,9 @@ def main(fd: int, nice: int) -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s ckptlib worker %(process)d %(levelname)s %(message)s"
     )
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     if nice:
         os.nice(nice)
     connection = Connection(socket.socket(fileno=fd))

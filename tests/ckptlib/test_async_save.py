@@ -395,6 +395,26 @@ def test_p17_a_trainer_that_is_killed_after_staging_loses_nothing(root: str, who
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+def test_a_worker_that_has_only_just_been_started_is_not_ended_by_the_signals_that_end_processes(root: str) -> None:
+    """Its start takes seconds, and it may have been handed a save by then."""
+    with Checkpointer(root, run="run", io_mode="async") as job:
+        pending = job.save(state(1), iteration=1)
+        process = job._background._worker
+        assert isinstance(process, worker.WorkerProcess)
+        for number in worker.IGNORED:
+            os.kill(process.pid, number)
+        assert pending.wait(60).files == 1
+        assert worker_masks(process.pid) == 0
+    assert_holds(f"{root}/iter_0000001", 1)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def worker_masks(pid: int) -> int:
+    """The signals that a process has blocked."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)["SigBlk"], 16)
+
+
 FORKING = """
     import os, signal, sys, time, torch
     from ckptlib import Checkpointer

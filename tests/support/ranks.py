@@ -27,9 +27,9 @@ import torch.distributed as dist
 START_SECONDS = 60.0
 """How long a launch may take before the function runs: a loaded machine is slow, not broken."""
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # The optimizers import torch's compiler on first use, which takes seconds; test modules import pytest and hypothesis.
-_context.set_forkserver_preload(
+context.set_forkserver_preload(
     ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "ckptlib", "pytest", "hypothesis"]
 )
 
@@ -128,8 +128,8 @@ def try_ranks(
     answers: dict[int, tuple[Any, BaseException | None, str]] = {}
     try:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank_main,
                 args=(sender, store_file or store.port, rank, world_size, timeout, function, args),
                 daemon=True,

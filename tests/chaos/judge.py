@@ -1,0 +1,135 @@
+"""What must be true after any process of a job was killed, whenever it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+import ckptlib
+from ckptlib import Checkpointer, roots, storage
+from tests.chaos.driver import Moment, iterations, lines, staged_by_all, wait_until
+from tests.chaos.trainer import TOKEN, Job, contents
+from tests.support.roots import states, tracker
+from tests.support.trees import assert_same
+from tests.support.workers import is_worker
+
+
+def take_over(job: Job, moment: Moment) -> None:
+    """The next attempt begins: while workers may still be writing, or when all that was staged has been decided."""
+    begun = set.union(*(iterations(job, rank, "begin") for rank in range(job.world)))
+    staged = staged_by_all(job)
+    at_once = moment.at_once and begun == staged  # else there is something to wait for that will not come
+    if not at_once:
+        wait_until("decisions", lambda: staged <= committed(job) or not workers_of_job(job))
+    with Checkpointer(job.root, run="chaos", settle_wait=60.0 if at_once else 0.0) as attempt:
+        newest = max(committed(job), default=None)
+        if newest is not None:
+            cells = [contents(newest, rank, job.world)["cell"] for rank in range(job.world)]
+            for cell in cells:
+                cell.data = None
+            assert attempt.restore({"cells": cells}, strict="return", contents=["cells"]).iteration == newest
+            assert [cell.data for cell in cells] == [{"iteration": newest, "rank": r} for r in range(job.world)]
+
+
+def judge(job: Job, moment: Moment) -> None:
+    """Everything, after the next attempt has begun.
+
+    Raises:
+        AssertionError: with the moment, which repeats it.
+    """
+    with _named(moment):
+        wait_until("the end of all workers", lambda: not workers_of_job(job))
+        assert not holders_of_memory(job)
+        visible = committed(job)
+        lost = staged_by_all(job) - visible
+        assert not lost, f"staged on all ranks, and lost: {sorted(lost)}; {states(job.root)}"
+        for iteration in visible:
+            assert_whole(job, iteration)
+        assert_nothing_partial(job)
+        if visible:
+            assert tracker(job.root) == str(max(visible))
+        if moment.victim == "worker":
+            for rank in range(job.world):
+                assert lines(job, rank)[-1] == "closed", f"rank {rank}: {lines(job, rank)}"
+                assert not iterations(job, rank, "failed"), f"rank {rank}: {lines(job, rank)}"
+
+
+def committed(job: Job) -> set[int]:
+    """Iterations that a reader sees."""
+    found = roots.scan(*storage.resolve(job.root)).found
+    return {one.order[1] for one in found if one.state == "committed"}
+
+
+def assert_whole(job: Job, iteration: int) -> None:
+    """A checkpoint holds exactly what was there when its save was called."""
+    url = f"{job.root}/iter_{iteration:07d}"
+    report = ckptlib.verify(url, level="data")
+    assert report.ok, report
+    wanted = [contents(iteration, rank, job.world)["model"] for rank in range(job.world)]
+    stored = ckptlib.read(url)
+    assert_same(stored["w"], torch.cat([rank["w"].data for rank in wanted]), f"iteration {iteration}")
+    assert_same(stored["model.everywhere"], wanted[0]["everywhere"], f"iteration {iteration}")
+    assert Path(url, "metadata.json").exists(), f"{url} is committed but has no exports"
+
+
+def assert_nothing_partial(job: Job) -> None:
+    """What is not committed is aborted, and looks like a checkpoint to nobody."""
+    for name, found in states(job.root).items():
+        assert set(found) <= {"committed", "aborted"}, f"{name}: {found}"
+        if "committed" not in found:
+            exports = {"metadata.json", ".metadata", "checkpoint.json", "common.pt"}
+            assert not exports & set(os.listdir(Path(job.root, name))), name
+
+
+def workers_of_job(job: Job) -> list[psutil.Process]:
+    """Worker processes of the job that have not ended, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if is_worker(process) and process.environ().get(TOKEN) == job.token:
+                found.append(process)
+    return found
+
+
+def holders_of_memory(job: Job) -> list[str]:
+    """Processes of the job, or this one, that still hold staging memory."""
+    held = []
+    for process in (psutil.Process(), *workers_of_job(job)):
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "ckptlib-staging" in os.readlink(fd):
+                    held.append(f"{process.pid}: {os.readlink(fd)}")
+    return held
+
+
+def shared_segments() -> set[str]:
+    """Names of shared memory: the files of ``/dev/shm``. Directories there are somebody's scratch."""
+    segments = set()
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                segments.add(entry.name)
+    return segments
+
+
+def assert_no_segment_is_left(before: set[str]) -> None:
+    """Nothing with a name outlives the job; what others use meanwhile comes and goes."""
+    deadline = time.monotonic() + 20
+    while left := shared_segments() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _named(moment: Moment) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{moment}: {error}") from error
