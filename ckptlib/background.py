@@ -6,6 +6,7 @@ It needs storage and the staged bytes, and nothing of the training process; so i
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import Any
 from ckptlib import commit, exports, removal
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
+from ckptlib.beats import HEARTBEAT, Pulse
 from ckptlib.manifest import Begin, Decision
 from ckptlib.packing import Package, write_package
 from ckptlib.staging import Arena, StagedTensor, unstage
+from ckptlib.state import dtype_of
 
 log = logging.getLogger("ckptlib")
 
@@ -34,6 +37,7 @@ class Job:
         root: the run's directory; the tracker in it is moved by rank 0 when `moves_tracker` says so.
         package: without tensors; they are `staged` in the arena of that number.
         commit_timeout: seconds that rank 0 waits for the records of all ranks before it decides `abort`.
+        heartbeat: seconds between two signs of life, see `beats.interval_of`.
     """
 
     number: int
@@ -48,6 +52,7 @@ class Job:
     staged: tuple[StagedTensor, ...]
     arena: int
     commit_timeout: float
+    heartbeat: float = HEARTBEAT
 
 
 @dataclass(frozen=True)
@@ -68,20 +73,31 @@ class Outcome:
     left: tuple[str, ...] = ()
 
 
-def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None) -> Outcome:
+def take_in_hand(job: Job) -> Pulse:
+    """Shows from here on that somebody has this job, also while it waits for the one before (W8)."""
+    storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
+    tensors = sum(math.prod(staged.shape) * dtype_of(staged.dtype).itemsize for staged in job.staged)
+    total = job.package.other_nbytes + tensors
+    return Pulse(storage, path, job.begin, job.rank, total, job.heartbeat)
+
+
+def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, pulse: Pulse | None = None) -> Outcome:
     """Writes, records and, on rank 0, commits. Never raises for what can go wrong with one save.
 
     Args:
         arena: holds the staged tensors.
         written: called when the arena is not needed any more.
+        pulse: of `take_in_hand`, if that was called.
     """
     storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
     begin = job.begin
+    pulse = pulse or take_in_hand(job)
     try:
         try:
-            files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged))
+            files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged), pulse)
         finally:
             written()
+            pulse.stop()
         decision = _commit(storage, path, job) if job.rank == 0 else None
     except Exception as error:
         log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)

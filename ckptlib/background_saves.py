@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ckptlib.background import Job, Outcome, give_up, run_job
+from ckptlib.background import Job, Outcome, give_up, run_job, take_in_hand
+from ckptlib.beats import HEARTBEAT, Pulse
 from ckptlib.errors import BackgroundSaveError, StateError
 from ckptlib.manifest import Begin
 from ckptlib.packing import pack
@@ -33,6 +36,7 @@ class AsyncOptions:
         staging_budget: bytes of host memory for all arenas of this rank; None: no limit.
         commit_timeout: seconds that rank 0's worker waits for the other ranks' records.
         nice: added to the priority of the worker process.
+        heartbeat: seconds between two signs of life of a rank; more where there are many (`ckptlib.beats`).
     """
 
     max_in_flight: int = 1
@@ -41,6 +45,7 @@ class AsyncOptions:
     staging_budget: int | None = None
     commit_timeout: float = 1800.0
     nice: int = 0
+    heartbeat: float = HEARTBEAT
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:
@@ -49,6 +54,8 @@ class AsyncOptions:
             raise StateError(f"at_limit={self.at_limit!r}: expected 'wait', 'skip' or 'error'")
         if self.worker not in ("process", "thread"):
             raise StateError(f"worker={self.worker!r}: expected 'process' or 'thread'")
+        if not 0 < self.heartbeat < math.inf:
+            raise StateError(f"heartbeat={self.heartbeat}: expected seconds, more than 0")
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class _WorkerThread:
     def __init__(self, receive: Callable[[Written | Outcome | None], None]) -> None:
         self._receive = receive
         self._arenas: dict[int, Arena] = {}
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Job, Pulse] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="ckptlib-writer", daemon=True)
         self._thread.start()
 
@@ -111,7 +118,7 @@ class _WorkerThread:
         self._arenas.pop(number, None)
 
     def submit(self, job: Job) -> None:
-        self._jobs.put(job)
+        self._jobs.put((job, take_in_hand(job)))
 
     def close(self, timeout: float | None) -> bool:
         self._jobs.put(None)
@@ -119,9 +126,10 @@ class _WorkerThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            number = job.number
-            self._receive(run_job(job, self._arenas[job.arena], lambda: self._receive(Written(number))))  # noqa: B023
+        while (handed := self._jobs.get()) is not None:
+            job, pulse = handed
+            written = functools.partial(self._receive, Written(job.number))
+            self._receive(run_job(job, self._arenas[job.arena], written, pulse))
 
 
 class BackgroundSaves:
@@ -203,6 +211,7 @@ class BackgroundSaves:
                 staged=tuple(staged),
                 arena=number,
                 commit_timeout=self.options.commit_timeout,
+                heartbeat=self.options.heartbeat,
             )
             flight = Flight(job, arena, package.nbytes)
             with self._lock:

@@ -68,7 +68,9 @@ class Checkpointer:
             with or without.
         single_writer: vouches that nobody else writes to this root, for storages without exclusive creation.
         timeout: seconds that a rank waits for another.
-        settle_wait: seconds that construction waits for an older attempt's last save to become complete.
+        settle_wait: seconds that construction waits, at most, for saves of older attempts that are still being written
+            by workers that outlived their trainer; less than `timeout`, half of it by default. One that nobody writes
+            is not waited for.
         io_mode: ``sync``: `save` returns when the checkpoint exists; ``async``: when the state may change.
         background: how asynchronous saves are written; None: a worker process, one save in flight.
         on_event: called with each `Notice`.
@@ -96,7 +98,7 @@ class Checkpointer:
         data_parallel_random_init: bool = False,
         single_writer: bool = False,
         timeout: float = 600.0,
-        settle_wait: float = 0.0,
+        settle_wait: float | None = None,
         io_mode: IoMode = "sync",
         background: AsyncOptions | None = None,
         on_event: NoticeHandler | None = None,
@@ -107,6 +109,9 @@ class Checkpointer:
             raise StateError(f"save_interval {save_interval}: expected at least 1 iteration")
         if tracker not in ("committed", "verified"):
             raise StateError(f"tracker {tracker!r}: expected 'committed' or 'verified'")
+        settle_wait = timeout / 2 if settle_wait is None else settle_wait
+        if not 0 <= settle_wait < timeout:
+            raise StateError(f"settle_wait {settle_wait:g} s: expected less than the {timeout:g} s that ranks wait")
         self.run = run
         self.topology = topology
         self._group: Group = new_group(timeout=timeout)
@@ -477,7 +482,12 @@ class Checkpointer:
     ) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
         attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, tracker)
-        for settled in settling.settle(self._storage, self._root, attempt.number, wait=settle_wait):
+
+        def tell(waiting: settling.Waiting) -> None:
+            data = {"ranks": sorted(waiting.writing), "fraction": waiting.progress.fraction}
+            emit(self._on_event, Notice("settle_waiting", str(waiting), data))
+
+        for settled in settling.settle(self._storage, self._root, attempt.number, wait=settle_wait, on_wait=tell):
             emit(self._on_event, Notice("settled", str(settled)))
             if settled.decision is not None and settled.decision.outcome == "commit":
                 # Nobody else was left to tell of it: its own attempt is gone.

@@ -98,6 +98,11 @@ def failure_name(rank: int) -> str:
     return f"failed_{rank}.json"
 
 
+def beat_name(rank: int) -> str:
+    """Name of the file in which a rank's writer shows that it is alive (`ckptlib.beats`)."""
+    return f"beat_{rank}.json"
+
+
 def root_of(path: str) -> str:
     """The root directory that an iteration directory would belong to."""
     above = st.parent(path)

@@ -153,5 +153,6 @@ def _remove_records(storage: st.Storage, path: str, save: commit.SaveState) -> N
         return
     directory = commit.save_dir(path, save.save_id)
     present = {entry.name for entry in storage.list(directory)}
-    names = [commit.record_name(rank) for rank in range(save.begin.world_size) if commit.record_name(rank) in present]
-    storage.remove([st.join(directory, name) for name in names])
+    ranks = range(save.begin.world_size)
+    names = [*map(commit.beat_name, ranks), *map(commit.record_name, ranks)]  # records tell that there is work left
+    storage.remove([st.join(directory, name) for name in names if name in present])

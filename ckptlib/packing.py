@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptlib import commit
 from ckptlib import storage as st
+from ckptlib.beats import Pulse
 from ckptlib.manifest import Begin, RankRecord
 from ckptlib.plan import values_digest
 from ckptlib.planning import Share
@@ -41,6 +42,11 @@ class Package:
         """Payload bytes of the tensors."""
         return sum(leaf.nbytes for leaf in self.tensors)
 
+    @property
+    def other_nbytes(self) -> int:
+        """Bytes of everything else."""
+        return sum(len(blob.data) for blob in self.blobs) + len(self.common or b"")
+
 
 def pack(flat: FlatState, share: Share, value_digests: Mapping[str, str], *, leads: bool) -> Package:
     """This rank's part of a save, by its share of the plan.
@@ -61,14 +67,20 @@ def pack(flat: FlatState, share: Share, value_digests: Mapping[str, str], *, lea
     )
 
 
-def write_package(storage: st.Storage, path: str, begin: Begin, rank: int, package: Package) -> RankFiles:
+def write_package(
+    storage: st.Storage, path: str, begin: Begin, rank: int, package: Package, pulse: Pulse | None = None
+) -> RankFiles:
     """Writes a rank's part of a save, durable, and then records it.
+
+    Args:
+        pulse: told of progress, and stopped before the record: what follows the records removes the beats.
 
     Raises:
         OSError: the storage failed.
     """
     started = time.perf_counter()
-    written = write_rank_files(storage, path, begin.save_id, rank, package.blobs, package.tensors)
+    wrote = (lambda nbytes: None) if pulse is None else pulse.wrote
+    written = write_rank_files(storage, path, begin.save_id, rank, package.blobs, package.tensors, wrote)
     files = written.files
     if package.common is not None:
         files += (commit.write_common(storage, path, begin.save_id, package.common),)
@@ -82,5 +94,7 @@ def write_package(storage: st.Storage, path: str, begin: Begin, rank: int, packa
         values_digest=package.values_digest,
         seconds=time.perf_counter() - started,
     )
+    if pulse is not None:
+        pulse.stop()
     commit.publish_record(storage, path, record)
     return written

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptlib import commit, exports, formats
 from ckptlib import storage as st
+from ckptlib.beats import Pulse
 from ckptlib.coordination import Group, agree, hand_out, lead
 from ckptlib.errors import (
     BackgroundSaveError,
@@ -300,7 +301,12 @@ def _write(
     """One rank's part: serialise, write, record. Returns bytes and number of data files."""
     # Everything that can be refused is refused before the first byte.
     package = pack(request.flat, share, value_digests, leads=rank == 0)
-    written = write_package(request.storage, request.path, begin, rank, package)
+    total = package.nbytes + package.other_nbytes
+    pulse = Pulse(request.storage, request.path, begin, rank, total, at_once=False)
+    try:
+        written = write_package(request.storage, request.path, begin, rank, package, pulse)
+    finally:
+        pulse.stop()
     return written.nbytes, len(written.files)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptlib import commit, exports
+from ckptlib import beats, commit, exports
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
-from ckptlib.manifest import Decision
+from ckptlib.manifest import Begin, Decision
 from ckptlib.removal import remove_save
 from ckptlib.roots import Found, scan
 
@@ -30,15 +30,56 @@ class Settled:
         return f"{self.found.name} save {self.save_id}: {what}"
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """Why `settle` has not come back yet.
+
+    Attributes:
+        writing: ranks whose part is missing, and where they are written.
+        seconds: how long it has waited for this save.
+    """
+
+    found: Found
+    save_id: str
+    writing: Mapping[int, beats.Beat]
+    progress: beats.InFlight
+    seconds: float
+
+    def __str__(self) -> str:
+        who = [f"rank {rank} on {beat.host} (pid {beat.pid})" for rank, beat in sorted(self.writing.items())[:4]]
+        more = f" and {len(self.writing) - len(who)} more" if len(self.writing) > len(who) else ""
+        return (
+            f"{self.found.name} save {self.save_id} of an older attempt is still being written ({self.progress}) by "
+            f"{', '.join(who)}{more}; waiting since {self.seconds:.0f} s"
+        )
+
+
 COMPARED_AT_START = 8
 """Newest checkpoints whose exports are compared in full when an attempt begins."""
 
+MAX_PAUSE = 5.0
+"""Seconds between two looks for what is missing, at most."""
 
-def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -> list[Settled]:
+TOLD_EVERY = 30.0
+"""Seconds between two words about one wait."""
+
+
+def settle(
+    storage: st.Storage,
+    root: str,
+    attempt: int,
+    *,
+    wait: float = 0.0,
+    on_wait: Callable[[Waiting], None] = lambda waiting: None,
+) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
-    A complete save is committed; an incomplete one is given `wait` seconds to become complete, then aborted.
+    A complete save is committed. An incomplete one is aborted, unless every missing part of it is still being written
+    (`ckptlib.beats`): that is waited for, up to `wait` seconds for all saves together.
     Saves outside any attempt (number 0) belong to nobody's run and are left alone.
+
+    Args:
+        on_wait: told when it begins to wait, and then every `TOLD_EVERY` seconds.
 
     Returns:
         What was done.
@@ -56,14 +97,7 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         if save.begin is None or not 0 < save.begin.attempt < attempt:
             continue
         if found.state == "undecided":
-            decision = commit.try_commit(storage, found.path, save.begin, decided_by="settle")
-            while decision is None and time.monotonic() < deadline:
-                time.sleep(min(0.2, max(wait, 0.0)))
-                decision = commit.try_commit(storage, found.path, save.begin, decided_by="settle")
-            if decision is None:
-                missing = commit.read_records(storage, found.path, save.begin).missing
-                reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished"
-                decision = commit.decide_abort(storage, found.path, save.save_id, reason=reason, decided_by="settle")
+            decision = _decide(storage, found, save.begin, attempt, deadline, on_wait)
             done.append(Settled(found, save.save_id, decision))
     committed = sorted((found for found in scan(storage, root).found if found.state == "committed"), key=_newest_first)
     for i, found in enumerate(committed):
@@ -72,6 +106,60 @@ def settle(storage: st.Storage, root: str, attempt: int, *, wait: float = 0.0) -
         if i < COMPARED_AT_START or _is_unfinished(storage, found):
             _tidied(found.url, lambda: exports.roll_forward(storage, found.path))  # noqa: B023 - called here
     return done
+
+
+def _decide(
+    storage: st.Storage,
+    found: Found,
+    begin: Begin,
+    attempt: int,
+    deadline: float,
+    on_wait: Callable[[Waiting], None],
+) -> Decision:
+    decision = commit.try_commit(storage, found.path, begin, decided_by="settle")
+    if decision is not None:
+        return decision
+    why = ""
+    if time.monotonic() < deadline and beats.read_beats(storage, found.path, begin):
+        why = _wait_for_writers(storage, found, begin, deadline, on_wait)
+        decision = commit.try_commit(storage, found.path, begin, decided_by="settle")
+        if decision is not None:
+            return decision
+    missing = commit.read_records(storage, found.path, begin).missing
+    reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished{why}"
+    return commit.decide_abort(storage, found.path, begin.save_id, reason=reason, decided_by="settle")
+
+
+def _wait_for_writers(
+    storage: st.Storage, found: Found, begin: Begin, deadline: float, on_wait: Callable[[Waiting], None]
+) -> str:
+    """Returns when every part is recorded, somebody decided, or a missing part will not come: why, as a clause."""
+    watch = beats.Watch()
+    began = time.monotonic()
+    told = -1.0
+    while True:
+        progress = commit.progress(storage, found.path, begin)
+        if not progress.missing or commit.read_decision(storage, found.path, begin.save_id) is not None:
+            return ""
+        if progress.failed:
+            return "".join(f"; rank {rank}: {reason}" for rank, reason in progress.failed.items())
+        seen = beats.read_beats(storage, found.path, begin)
+        writing = {rank: beat for rank, beat in seen.items() if rank in progress.missing}
+        ended = tuple(rank for rank, beat in writing.items() if beats.is_dead(beat))
+        if ended:
+            return f"; the writer of ranks {_ranges(ended)} has ended"
+        now = time.monotonic()
+        still = watch.lost(progress.missing, writing, now)
+        if still:
+            return f"; ranks {_ranges(still)} gave no sign of life"
+        if now >= deadline:
+            return "; they are still being written, and the time to wait for that (settle_wait) is over"
+        if (now - began) // TOLD_EVERY > told:
+            told = (now - began) // TOLD_EVERY
+            in_flight = beats.in_flight(begin, progress.missing, seen)
+            on_wait(Waiting(found, begin.save_id, writing, in_flight, now - began))
+        slowest = max(beat.interval for beat in writing.values())
+        time.sleep(min(max(slowest / 4, 0.05), MAX_PAUSE, max(deadline - now, 0.05)))
 
 
 def _newest_first(found: Found) -> tuple[int, int, str]:

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptlib.background import Job, Outcome, run_job
+from ckptlib.background import Job, Outcome, run_job, take_in_hand
+from ckptlib.beats import Pulse
 from ckptlib.staging import Arena
 
 log = logging.getLogger("ckptlib")
@@ -200,6 +201,7 @@ def main(fd: int, nice: int) -> None:
     connection = Connection(socket.socket(fileno=fd))
     arenas: dict[int, Arena] = {}
     jobs: queue.Queue[Job | OldArena | None] = queue.Queue()
+    pulses: dict[int, Pulse] = {}
 
     def read() -> None:
         """Takes messages as they come: a trainer that hands over a save never waits for the one before."""
@@ -209,6 +211,8 @@ def main(fd: int, nice: int) -> None:
                 if isinstance(message, NewArena):
                     arenas[message.number] = Arena(message.size, arena_fd)
                 else:
+                    if isinstance(message, Job):
+                        pulses[message.number] = take_in_hand(message)
                     jobs.put(message)
         except (EOFError, OSError):
             pass
@@ -222,7 +226,8 @@ def main(fd: int, nice: int) -> None:
         if isinstance(job, OldArena):
             arenas.pop(job.number).close()
             continue
-        outcome = run_job(job, arenas[job.arena], lambda: _tell(connection, Written(job.number)))
+        written = functools.partial(_tell, connection, Written(job.number))
+        outcome = run_job(job, arenas[job.arena], written, pulses.pop(job.number))
         _tell(connection, outcome)
 
 

@@ -5,7 +5,7 @@ Nothing here knows about other ranks or about commits. A tensor on the CPU is wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from isal import isal_zlib
@@ -23,6 +23,10 @@ REPEATED_TENSOR_BYTES = 64
 REPEATED_OBJECT_BYTES = 4096
 """Whole tensors and plain values up to this size stand in the index too (`ItemIndex.repeated`). Their number follows
 from the structure of the state, not from the number of ranks: a rank's own things are in a `ShardedObject`."""
+
+
+TOLD_BYTES = 64 * 1024 * 1024
+"""A tensor is handed over in such pieces, so that progress is seen: a multiple of what a storage writes at once."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ def write_rank_files(
     rank: int,
     blobs: Sequence[Blob],
     tensors: Sequence[TensorLeaf],
+    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> RankFiles:
     """Writes the rank's data file; a rank that owns nothing writes none.
 
@@ -101,6 +106,7 @@ def write_rank_files(
         storage, path: the iteration directory.
         blobs: objects, first in the file, as torch does it.
         tensors: the leaves that this rank writes.
+        wrote: told of payload bytes as they are handed to the storage.
 
     Returns:
         The files, durable, with digests computed from memory.
@@ -116,10 +122,11 @@ def write_rank_files(
         chunks, objects, offset = [], [], 0
         for blob in blobs:
             stream.write(blob.data)
+            wrote(len(blob.data))
             objects.append(ObjectItem(blob.key, blob.wrapped, Location(name, offset, len(blob.data))))
             offset += len(blob.data)
         for leaf in tensors:
-            chunks.append(_write_tensor(stream, leaf, name, offset))
+            chunks.append(_write_tensor(stream, leaf, name, offset, wrote))
             offset += chunks[-1].location.length
         written = stream.finish()
     except BaseException:
@@ -135,12 +142,16 @@ def write_rank_files(
     return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects), repeated)
 
 
-def _write_tensor(stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: int) -> ChunkItem:
+def _write_tensor(
+    stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: int, wrote: Callable[[int], None]
+) -> ChunkItem:
     payload = leaf_bytes(leaf.tensor)
     form = template(dtype_of(leaf.dtype), leaf.box.shape)
     crc32 = isal_zlib.crc32(payload)
     stream.write(form.head)
-    stream.write(payload)
+    for start in range(0, len(payload), TOLD_BYTES):
+        stream.write(payload[start : start + TOLD_BYTES])
+        wrote(min(TOLD_BYTES, len(payload) - start))
     stream.write(form.tail_with(crc32))
     location = Location(name, offset, form.length, offset + len(form.head), form.payload, crc32)
     return ChunkItem(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, location)

@@ -77,8 +77,12 @@ class Storage(Protocol):
     def open_write(self, path: str) -> WriteStream:
         """Starts a new file; `FileExistsError` if the name exists. Makes parent directories."""
 
-    def put(self, path: str, data: bytes) -> None:
-        """Writes a small file atomically, replacing an older one."""
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Writes a small file atomically, replacing an older one.
+
+        Args:
+            durable: False for what is worth nothing after a power failure: it need not wait for a busy disk.
+        """
 
     def create(self, path: str, data: bytes) -> None:
         """Writes a small file atomically if, and only if, the name is free."""

@@ -45,7 +45,7 @@ class FsspecStorage:
             raise FileExistsError(errno.EEXIST, "file exists", path)
         return FsspecWriteStream(self, path)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """One upload."""
         self._make_parent(path)
         self.fs.pipe_file(path, data)

@@ -52,15 +52,16 @@ class PosixStorage:
         """Starts a file under its own (unique) name; it counts only once a record names it."""
         return PosixWriteStream(path)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Temporary file, fsync, rename, directory fsync."""
-        temporary = self._write_temporary(path, data)
+        temporary = self._write_temporary(path, data, durable=durable)
         try:
             os.replace(temporary, path)
         except BaseException:
             _unlink_quietly(temporary)
             raise
-        sync_directory(base.parent(path))
+        if durable:
+            sync_directory(base.parent(path))
 
     def create(self, path: str, data: bytes) -> None:
         """Temporary file, fsync, hard link, directory fsync; the last also for a name that another writer made."""
@@ -152,7 +153,7 @@ class PosixStorage:
         """The path itself."""
         return path
 
-    def _write_temporary(self, path: str, data: bytes) -> str:
+    def _write_temporary(self, path: str, data: bytes, *, durable: bool = True) -> str:
         directory = base.parent(path)
         make_directory(directory)
         temporary = base.join(directory, f".{base.basename(path)}.{uuid.uuid4().hex}.tmp")
@@ -160,7 +161,8 @@ class PosixStorage:
             # Closing may raise: quota errors of write-back.
             with _naming(path), open(temporary, "xb", buffering=0) as file:
                 _write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
         except BaseException:
             _unlink_quietly(temporary)
             raise

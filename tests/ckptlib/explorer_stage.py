@@ -169,6 +169,7 @@ class Theatre:
             stack.enter_context(mock.patch("ckptlib.storage.resolve", self._resolve))
             stack.enter_context(mock.patch.object(records, "decode", functools.cache(records.decode)))
             stack.enter_context(mock.patch.object(fetch, "ThreadPoolExecutor", _OneThread))
+            stack.enter_context(mock.patch.object(saving, "Pulse", mock.Mock()))  # a thread, which nothing here is for
             for module in (checkpointer, reader):
                 stack.enter_context(mock.patch.object(module, "new_group", self._new_group))
             stack.enter_context(mock.patch.object(exports, "export_plan", self._watch_export(exports.export_plan)))

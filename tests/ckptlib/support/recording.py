@@ -213,7 +213,7 @@ class RecordingStorage:
         self._do("open", path, b"")
         return RecordingStream(self._do, path)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Two steps: the directory, the file."""
         self._do("mkdir", base.parent(path))
         self._do("put", path, bytes(data))
