@@ -12,6 +12,7 @@ arena travels as a file descriptor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
