@@ -14,10 +14,26 @@ import torch
 import torch.distributed as dist
 
 import ckptlib
-from ckptlib import ShardedTensor
+from ckptlib import AsyncOptions, Checkpointer, ShardedTensor
 from tests.support.ranks import run_ranks
 
-COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "monitored_barrier", "reduce", "scatter", "send", "recv")
+THREAD = AsyncOptions(max_in_flight=2, worker="thread")
+"""In this process: a worker process of its own has no process group."""
+
+COLLECTIVES = (
+    "all_",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "scatter",
+    "send",
+    "recv",
+)
 
 
 def state(rank: int, world: int) -> dict[str, object]:
@@ -42,6 +58,11 @@ def save_beside_barriers(rank: int, folder: str) -> int:
     for i in range(5):
         ckptlib.save(state(rank, 2), f"{folder}/{i}", iteration=i, timeout=30.0)
         ckptlib.load(state(rank, 2), f"{folder}/{i}", timeout=30.0)
+    with Checkpointer(f"{folder}/run", run="run", io_mode="async", background=THREAD, timeout=30.0) as job:
+        for i in range(5):
+            job.save({"model": state(rank, 2)}, iteration=i)
+            job.poll()
+        job.save({"model": state(rank, 2)}, iteration=5).wait(30)
     ended.set()
     thread.join()
     return rounds
@@ -53,17 +74,26 @@ def test_p16_saves_and_a_tight_loop_of_barriers_do_not_meet(tmp_path: Path) -> N
 
 
 def save_without_collectives(rank: int, folder: str) -> int:
-    """Every collective of torch.distributed raises."""
-    names = [name for name in dir(dist) if name.startswith(COLLECTIVES) and callable(getattr(dist, name))]
-    patches = [mock.patch.object(dist, name, side_effect=AssertionError(name)) for name in names]
+    """Every collective of torch.distributed raises, and so does every one of a process group itself."""
+    patches = [
+        mock.patch.object(module, name, side_effect=AssertionError(name))
+        for module in (dist, dist.ProcessGroup)
+        for name in dir(module)
+        if name.startswith(COLLECTIVES) and callable(getattr(module, name))
+    ]
     for patch in patches:
         patch.start()
     try:
         ckptlib.save(state(rank, 2), f"{folder}/bare", iteration=1)
         ckptlib.load(state(rank, 2), f"{folder}/bare")
-        checkpointer = ckptlib.Checkpointer(f"{folder}/run", run="run")
+        checkpointer = Checkpointer(f"{folder}/run", run="run")
         checkpointer.save({"model": state(rank, 2)}, iteration=1)
         checkpointer.restore({"model": state(rank, 2)})
+        with Checkpointer(f"{folder}/async", run="run", io_mode="async", background=THREAD) as job:
+            for i in range(3):
+                job.save({"model": state(rank, 2)}, iteration=i)
+                job.poll()
+            assert job.drain(30)
     finally:
         for patch in patches:
             patch.stop()

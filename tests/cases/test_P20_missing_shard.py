@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, ShardedTensor, commit
-from ckptlib.errors import SaveAbortedError, UncommittedError
+from ckptlib import AsyncOptions, Checkpointer, ShardedTensor, commit
+from ckptlib.errors import BackgroundSaveError, SaveAbortedError, UncommittedError
 from ckptlib.storage import PosixStorage
-from tests.support.ranks import try_ranks
+from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import small_state, states
+from tests.support.workers import workers_stopped
 
 
 @pytest.fixture
@@ -91,3 +93,42 @@ def test_p20_three_of_four_shards_are_no_checkpoint_and_the_fourth_is_named(tmp_
         assert "no valid record of rank 2" in str(outcome.error)
     assert states(root) == {"iter_0000001": ["aborted"]}
     assert not commit.is_committed(PosixStorage(), f"{root}/iter_0000001")
+
+
+def save_with_a_worker_that_writes_nothing(rank: int, root: str) -> tuple[str, str]:
+    """Rank 2's worker stands still for as long as a commit is waited for; what the rank is told of it, at two saves."""
+    options = AsyncOptions(max_in_flight=2, commit_timeout=2.0)
+    told = ["", ""]
+    with Checkpointer(root, run="run", io_mode="async", background=options, timeout=60.0) as checkpointer:
+        checkpointer.prepare(1 << 16)
+        for iteration in (1, 2, 3):
+            shard = ShardedTensor.from_rank_offsets("w", torch.full((2,), float(iteration)), (0, rank, 3))
+            try:
+                with workers_stopped() if (rank, iteration) == (2, 1) else contextlib.nullcontext():
+                    pending = checkpointer.save({"model": {"w": shard}}, iteration=iteration)
+                    if iteration == 1:  # longer than rank 0 waits
+                        wait_until_decided(f"{root}/iter_0000001")
+                pending.wait(60)
+            except BackgroundSaveError as error:
+                told[0 if iteration == 1 else 1] += str(error)
+    return told[0], told[1]
+
+
+def wait_until_decided(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while not list(Path(url).glob(".ckpt/*/decision.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(300)
+def test_p20_a_worker_that_writes_nothing_is_named_and_does_not_hold_up_the_next_save(tmp_path: Path) -> None:
+    """As many workers as ranks; the commit has a deadline of its own, and nobody is asked."""
+    root = str(tmp_path / "run")
+    first, *others = run_ranks(3, save_with_a_worker_that_writes_nothing, root)
+    reason = "no record of rank 2 within 2 s"
+    assert reason in first[0]
+    for told in (first, *others):
+        assert "iteration 1" in told[1]
+        assert reason in told[1]
+    assert states(root) == {"iter_0000001": ["aborted"], "iter_0000003": ["committed"]}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
 import psutil
 
 
@@ -16,3 +21,18 @@ def is_worker(process: psutil.Process) -> bool:
 def workers_of(pid: int) -> list[psutil.Process]:
     """Workers that a process has started and that have not ended."""
     return [process for process in psutil.Process(pid).children() if is_worker(process)]
+
+
+@contextlib.contextmanager
+def workers_stopped(pid: int | None = None) -> Iterator[list[psutil.Process]]:
+    """The workers of a process, this one's by default, stand still, as if a disk did not answer them."""
+    workers = workers_of(os.getpid() if pid is None else pid)
+    assert workers, "there is no worker to stop"
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGCONT)
