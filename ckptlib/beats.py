@@ -34,6 +34,9 @@ PUTS_PER_SECOND = 100
 STILL = 3
 """A rank whose counter did not move for so many of its intervals is not alive."""
 
+FIRST = 15.0
+"""Seconds from the moment a save is handed over to its first beat, at most: a worker may only just be starting."""
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -96,9 +99,14 @@ def first_after(rank: int, world_size: int, base: float = HEARTBEAT) -> float:
 
 
 class Watch:
-    """Judges by looks at the beats of ranks who of them is alive. Times are the caller's own, of one clock."""
+    """Judges by looks at the beats of ranks who of them is alive. Times are the caller's own, of one clock.
 
-    def __init__(self) -> None:
+    Args:
+        first: seconds that a rank is given for its first beat, at least.
+    """
+
+    def __init__(self, first: float = 0.0) -> None:
+        self._first = first
         self._moved: dict[int, tuple[int | None, float]] = {}  # rank -> counter, and when it was first seen
 
     def lost(self, missing: Iterable[int], beats: Mapping[int, Beat], now: float) -> tuple[int, ...]:
@@ -107,7 +115,7 @@ class Watch:
         A save of which one part will never be written is never complete, however busy the others are.
 
         Args:
-            beats: the ones that there are now, by rank; a look without any has nothing to wait for.
+            beats: the ones that there are now, by rank.
             now: seconds, by a clock that does not jump.
         """
         slowest = max((beat.interval for beat in beats.values()), default=0.0)
@@ -117,7 +125,8 @@ class Watch:
             counter = None if beat is None else beat.counter
             if rank not in self._moved or self._moved[rank][0] != counter:
                 self._moved[rank] = counter, now
-            if not beats or now - self._moved[rank][1] > STILL * (slowest if beat is None else beat.interval):
+            patience = max(self._first, STILL * slowest) if beat is None else STILL * beat.interval
+            if not patience or now - self._moved[rank][1] > patience:
                 found.append(rank)
         return tuple(found)
 

@@ -75,7 +75,8 @@ def settle(
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
     A complete save is committed. An incomplete one is aborted, unless every missing part of it is still being written
-    (`ckptlib.beats`): that is waited for, up to `wait` seconds for all saves together.
+    (`ckptlib.beats`): that is waited for, up to `wait` seconds for all saves together. A worker of an asynchronous save
+    may only just be starting, so its first sign of life is waited for too.
     Saves outside any attempt (number 0) belong to nobody's run and are left alone.
 
     Args:
@@ -120,7 +121,8 @@ def _decide(
     if decision is not None:
         return decision
     why = ""
-    if time.monotonic() < deadline and beats.read_beats(storage, found.path, begin):
+    may_be_in_hand = begin.io_mode == "async" or beats.read_beats(storage, found.path, begin)
+    if time.monotonic() < deadline and may_be_in_hand:
         why = _wait_for_writers(storage, found, begin, deadline, on_wait)
         decision = commit.try_commit(storage, found.path, begin, decided_by="settle")
         if decision is not None:
@@ -134,7 +136,7 @@ def _wait_for_writers(
     storage: st.Storage, found: Found, begin: Begin, deadline: float, on_wait: Callable[[Waiting], None]
 ) -> str:
     """Returns when every part is recorded, somebody decided, or a missing part will not come: why, as a clause."""
-    watch = beats.Watch()
+    watch = beats.Watch(beats.FIRST if begin.io_mode == "async" else 0.0)
     began = time.monotonic()
     told = -1.0
     while True:
@@ -154,11 +156,11 @@ def _wait_for_writers(
             return f"; ranks {_ranges(still)} gave no sign of life"
         if now >= deadline:
             return "; they are still being written, and the time to wait for that (settle_wait) is over"
-        if (now - began) // TOLD_EVERY > told:
+        if writing and (now - began) // TOLD_EVERY > told:
             told = (now - began) // TOLD_EVERY
             in_flight = beats.in_flight(begin, progress.missing, seen)
             on_wait(Waiting(found, begin.save_id, writing, in_flight, now - began))
-        slowest = max(beat.interval for beat in writing.values())
+        slowest = max((beat.interval for beat in writing.values()), default=0.0)
         time.sleep(min(max(slowest / 4, 0.05), MAX_PAUSE, max(deadline - now, 0.05)))
 
 

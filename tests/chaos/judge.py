@@ -23,12 +23,10 @@ from tests.support.workers import is_worker
 
 def take_over(job: Job, moment: Moment) -> None:
     """The next attempt begins: while workers may still be writing, or when all that was staged has been decided."""
-    begun = set.union(*(iterations(job, rank, "begin") for rank in range(job.world)))
-    staged = staged_by_all(job)
-    at_once = moment.at_once and begun == staged  # else there is something to wait for that will not come
-    if not at_once:
+    if not moment.at_once:
+        staged = staged_by_all(job)
         wait_until("decisions", lambda: staged <= committed(job) or not workers_of_job(job))
-    with Checkpointer(job.root, run="chaos", settle_wait=60.0 if at_once else 0.0) as attempt:
+    with Checkpointer(job.root, run="chaos") as attempt:
         newest = max(committed(job), default=None)
         if newest is not None:
             cells = [contents(newest, rank, job.world)["cell"] for rank in range(job.world)]
@@ -80,12 +78,14 @@ def assert_whole(job: Job, iteration: int) -> None:
 
 
 def assert_nothing_partial(job: Job) -> None:
-    """What is not committed is aborted, and looks like a checkpoint to nobody."""
-    for name, found in states(job.root).items():
-        assert set(found) <= {"committed", "aborted"}, f"{name}: {found}"
-        if "committed" not in found:
-            exports = {"metadata.json", ".metadata", "checkpoint.json", "common.pt"}
-            assert not exports & set(os.listdir(Path(job.root, name))), name
+    """What is not committed is aborted, or had not even begun, and looks like a checkpoint to nobody."""
+    found = roots.scan(*storage.resolve(job.root)).found
+    for one in found:
+        begun = one.save is not None and one.save.begin is not None
+        assert one.state in ("committed", "aborted") or not begun, f"{one.name}: {one.state}"
+    exports = {"metadata.json", ".metadata", "checkpoint.json", "common.pt"}
+    for name in {one.name for one in found} - {one.name for one in found if one.state == "committed"}:
+        assert not exports & set(os.listdir(Path(job.root, name))), name
 
 
 def workers_of_job(job: Job) -> list[psutil.Process]:

@@ -33,8 +33,8 @@ def live_through(moment: Moment, folder: Path) -> None:
 
 
 FEW = [
-    Moment(1, 2, "trainer", 0, after=3, delay=0.0, at_once=False),
-    Moment(2, 2, "trainer", 1, after=6, delay=0.02, at_once=True),
+    Moment(1, 2, "trainer", 0, after=2, delay=0.0, at_once=True),  # its worker is only being started
+    Moment(2, 2, "trainer", 1, after=6, delay=0.02, at_once=False),
 ]
 
 

@@ -79,6 +79,14 @@ def test_nobody_is_waited_for_where_nothing_beats() -> None:
     assert Watch().lost([0, 1], {}, now=0.0) == (0, 1)
 
 
+def test_a_worker_that_is_only_starting_is_given_the_time_for_its_first_beat() -> None:
+    watch = Watch(first=15.0)
+    assert watch.lost([0, 1], {}, now=100.0) == ()
+    assert watch.lost([0, 1], {0: beat(0, 1)}, now=110.0) == ()
+    assert watch.lost([0, 1], {0: beat(0, 2)}, now=115.1) == (1,)
+    assert Watch(first=15.0).lost([0], {0: beat(0, 1)}, now=0.0) == ()
+
+
 def test_progress_counts_recorded_ranks_in_full_and_unknown_ones_like_the_others() -> None:
     seen = {0: beat(0, written=100), 1: beat(1, written=26)}
     assert str(in_flight(begin(2), missing=[1], beats=seen)) == "63 %"
