@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.exit_signals import ExitSignals
     from ckptlib.inspection import CheckpointInfo, inspect
+    from ckptlib.local import LocalOptions
     from ckptlib.parts import ModelParts, OptimizerParts
     from ckptlib.reader import LoadReport, load, read
     from ckptlib.restoring import Restored
@@ -44,6 +45,7 @@ __all__ = [
     "ExitSignals",
     "LoadReport",
     "LocalNonpersistentObject",
+    "LocalOptions",
     "ModelParts",
     "OptimizerParts",
     "Restored",
@@ -72,6 +74,7 @@ _HOMES = {
     "ExitSignals": "exit_signals",
     "LoadReport": "reader",
     "LocalNonpersistentObject": "sharding",
+    "LocalOptions": "local",
     "ModelParts": "parts",
     "OptimizerParts": "parts",
     "Restored": "restoring",

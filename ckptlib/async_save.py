@@ -56,7 +56,7 @@ def run_async_save(
             this save will exist.
     """
     started = waited = time.perf_counter()
-    if background.options.at_limit != "wait" and not _has_room(group, background):
+    if background.options.at_limit != "wait" and not has_room(group, background):
         return None
 
     def prepare_with_room() -> SaveRequest:
@@ -87,7 +87,7 @@ def run_async_save(
     )
 
 
-def _has_room(group: Group, background: BackgroundSaves) -> bool:
+def has_room(group: Group, background: BackgroundSaves) -> bool:
     """Whether the save happens: the same answer on all ranks."""
     group.next_round()
     rooms = agree(group, "room", background.has_room)

@@ -38,6 +38,7 @@ class Job:
         package: without tensors; they are `staged` in the arena of that number.
         commit_timeout: seconds that rank 0 waits for the records of all ranks before it decides `abort`.
         heartbeat: seconds between two signs of life, see `beats.interval_of`.
+        removes: see `saving.SaveRequest`.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Job:
     arena: int
     commit_timeout: float
     heartbeat: float = HEARTBEAT
+    removes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, 
     pulse = pulse or take_in_hand(job)
     try:
         try:
+            removal.remove_all(storage, job.removes)
             files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged), pulse)
         finally:
             written()

@@ -212,6 +212,7 @@ class BackgroundSaves:
                 arena=number,
                 commit_timeout=self.options.commit_timeout,
                 heartbeat=self.options.heartbeat,
+                removes=tuple(begun.request.removes),
             )
             flight = Flight(job, arena, package.nbytes)
             with self._lock:

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptlib import removal, resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
-from ckptlib.async_save import run_async_save
+from ckptlib.async_save import has_room, run_async_save
 from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
 from ckptlib.combinations import check
 from ckptlib.composing import Beside, compose
-from ckptlib.coordination import Group, agree, lead, new_group
+from ckptlib.coordination import Group, PieceGroup, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
     ExclusiveCreateError,
+    IntegrityError,
     NoResumePointError,
     SaveLimitError,
     StateError,
@@ -31,6 +32,8 @@ from ckptlib.errors import (
 )
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
+from ckptlib.local import Chosen, LocalOptions, LocalTier
+from ckptlib.local_sets import World
 from ckptlib.manifest import Begin, Decision, IoMode, Kind
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 TrackerMode = Literal["committed", "verified"]
 
-_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "release")
+_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "non_persistent_local", "release")
 
 
 class Checkpointer:
@@ -73,6 +76,7 @@ class Checkpointer:
             is not waited for.
         io_mode: ``sync``: `save` returns when the checkpoint exists; ``async``: when the state may change.
         background: how asynchronous saves are written; None: a worker process, one save in flight.
+        local: where each rank keeps checkpoints of its own (``kind="non_persistent_local"``); None: nowhere.
         on_event: called with each `Notice`.
         storage_options: for fsspec.
 
@@ -81,6 +85,7 @@ class Checkpointer:
         ExclusiveCreateError: W4.
         StateError: the topology does not fit the world size, or the run name is unusable.
         UnsupportedError: a worker process cannot reach the storage.
+        StorageError: a rank's local root cannot be used.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Checkpointer:
         settle_wait: float | None = None,
         io_mode: IoMode = "sync",
         background: AsyncOptions | None = None,
+        local: LocalOptions | None = None,
         on_event: NoticeHandler | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -141,6 +147,7 @@ class Checkpointer:
         self._check_mode(io_mode)
         self._parent: str | None = None
         self._plans = PlanCache()
+        self._local_plans = PlanCache()
         self._failed: list[BackgroundSaveError] = []
         self._told: set[str] = set()  # save ids of failures that all ranks have raised; some learn of them later
         self._closed = False
@@ -152,6 +159,7 @@ class Checkpointer:
         self._group.next_round()
         settled: list[CommitEvent] = []
         self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, tracker, settled))
+        self._local = None if local is None else self._open_local(local, settle_wait)
         for event in settled:
             self._announcer.tell_of_commit(event)
 
@@ -192,7 +200,7 @@ class Checkpointer:
         Args:
             missing: when the run has no checkpoint at all: ``error`` raises, ``start`` returns ``found=False``.
                 Candidates that are not eligible always raise: never silently random weights.
-            at: exactly this iteration (R6).
+            at: exactly this iteration (R6); a local checkpoint may serve it.
             contents: parts of `state` to restore, plus ``rng``; None: everything.
             strict, verify, keys, rename, cast, load_main_params, load_parallelism, process_group, check_coverage: as
                 for `ckptlib.load`.
@@ -226,17 +234,20 @@ class Checkpointer:
             check_coverage=check_coverage,
         )
         self._group.next_round()
-        chosen = lead(self._group, "resume", lambda: self._choose(at))
-        if chosen is None:
+        chosen, refused = lead(self._group, "resume", lambda: self._choose_or_refuse(at))
+        local = self._choose_local(at, None if chosen is None else chosen[0])
+        if local.set is None and refused is not None:
+            raise refused
+        if chosen is None and local.set is None:
             if missing == "error" or at is not None:
                 if at is not None:
-                    raise NoResumePointError(f"{self.root}: no committed checkpoint of iteration {at}")
+                    raise NoResumePointError(f"{self.root}: no committed checkpoint of iteration {at}{local.beside}")
                 raise NoResumePointError(
                     f'{self.root}: no checkpoint. Pass missing="start" to begin a new run from its initial state.'
                 )
             self._announce()
-            return Restored(found=False, reason="the run has no checkpoint")
-        choice, level = chosen
+            return Restored(found=False, reason=f"the run has no checkpoint{local.beside}")
+        choice, level = chosen or (resume.ResumeChoice("", 0, None, ""), None)
         request = RestoreRequest(
             choice=choice,
             contents=contents,
@@ -251,9 +262,13 @@ class Checkpointer:
             on_event=self._on_event,
             storage_options=self._storage_options,
         )
-        with self._pinned(choice):
-            restored = restore_from(request, state)
-        self._parent = choice.save_id
+        if local.set is not None:
+            restored = self._restore_local(local, request, state)
+        else:
+            with self._pinned(choice):
+                restored = restore_from(request, state)
+            restored = replace(restored, reason=f"{restored.reason}{local.beside}")
+            self._parent = choice.save_id
         self._announce()
         return restored
 
@@ -262,6 +277,49 @@ class Checkpointer:
         if self._group.rank != 0 or choice.save_id is None or not choice.url.startswith(self._non_persistent_url):
             return contextlib.nullcontext()
         return removal.pinned(self._storage, self._root, self.attempt, choice.save_id)
+
+    def _choose_local(self, at: int | None, otherwise: resume.ResumeChoice | None) -> Chosen:
+        """The local checkpoints that are newer than what the run would resume from otherwise. Collective."""
+        if self._local is None:
+            return Chosen(None)
+        order = None if otherwise is None else roots.order_of(otherwise.save_id, otherwise.iteration)
+        chosen = self._local.choose(self._group, at, order)
+        if chosen.set is None and chosen.reason and self._group.rank == 0:
+            emit(self._on_event, Notice("local_checkpoints_unused", chosen.reason))
+        return chosen
+
+    def _restore_local(self, chosen: Chosen, request: RestoreRequest, state: dict[str, Any]) -> Restored:
+        """Each rank from its own piece: to itself a world of one, and what one rank refuses changes nothing on any."""
+        assert self._local is not None  # else there is no choice
+        assert chosen.set is not None
+        options = replace(request.options, verify=None, load_parallelism=None, process_group=None, check_coverage=False)
+        piece = replace(
+            request,
+            choice=self._local.choice(chosen.set, chosen.reason),
+            options=options,
+            group=PieceGroup(self._group),
+            plans=PlanCache(),
+            topology=None,
+            storage_options=None,
+        )
+        try:
+            restored = restore_from(piece, state)
+        except IntegrityError as error:
+            self._local.suspect(chosen.set, str(error))
+            raise
+        self._parent = self._local.parent_of(chosen.set)
+        return restored
+
+    def _choose_or_refuse(
+        self, at: int | None
+    ) -> tuple[tuple[resume.ResumeChoice, str | None] | None, NoResumePointError | None]:
+        """As `_choose`; where there may be local checkpoints, its refusal is not the last word."""
+        try:
+            return self._choose(at), None
+        except NoResumePointError as error:
+            if self._local is None:
+                raise
+            return None, error
 
     def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
         """The resume point, and the verification it still needs before it may be trusted."""
@@ -331,9 +389,13 @@ class Checkpointer:
         self._check_mode(mode)
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
-        all_rng = self._all_rng_states() if with_rng and self._every_rng_state else None
+        local = self._local if kind == "non_persistent_local" else None
+        every_rng = self._every_rng_state and local is None
+        all_rng = self._all_rng_states() if with_rng and every_rng else None
 
         def prepare() -> SaveRequest:
+            if local is not None and not self._background.wait_for_room(self._timeout):
+                raise SaveLimitError(f"no earlier save ended within {self._timeout:g} s")
             if mode == "sync" and not self._background.drain(self._timeout):
                 raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
             self.poll()
@@ -344,11 +406,15 @@ class Checkpointer:
                     raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
             if kind not in _KINDS:
                 raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-            rank, world_size = self._group.rank, self._group.world_size
+            if kind == "non_persistent_local" and local is None:
+                raise UnsupportedError(f"kind {kind!r} needs Checkpointer(local=LocalOptions(root=...))")
+            rank, world_size, topology = self._group.rank, self._group.world_size, self.topology
+            if local is not None:  # a world of one
+                rank, world_size, topology = 0, 1, None
             streams: Mapping[str, ShardedObject] = {}
             if with_rng:
                 own = rng.capture(self._rng_tracker)
-                streams = rng.sharded(own, rank, world_size, self.topology, all_rng, every_rank=self._every_rng_state)
+                streams = rng.sharded(own, rank, world_size, topology, all_rng, every_rank=every_rng)
             begin = Begin(
                 save_id="",
                 run=self.run,
@@ -359,43 +425,60 @@ class Checkpointer:
                 plan_digest="",
                 kind=kind,
                 io_mode=mode,
-                topology=self.topology,
+                topology=topology,
                 parent=self._parent,
+                piece=None if local is None else local.piece,
             )
             beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
             tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
             return SaveRequest(
-                self._storage,
-                roots.iteration_path(self._root, iteration, kind),
+                self._storage if local is None else local.storage,
+                roots.iteration_path(self._root, iteration, kind) if local is None else local.path(iteration),
                 begin,
                 flatten(tree),
                 on_exists,
-                lambda: roots.newest_attempt(self._storage, self._root),
+                None if local is not None else lambda: roots.newest_attempt(self._storage, self._root),
                 tuple(self._failed),
             )
 
         try:
-            return self._save(prepare, mode, iteration, kind)
+            return self._save(prepare, mode, iteration, kind, local)
         except BackgroundSaveError as error:
             self._told |= error.save_ids
             self._failed = [failed for failed in self._failed if not failed.save_ids & error.save_ids]
             raise
 
-    def _save(self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind) -> SaveResult:
+    def _save(
+        self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind, local: LocalTier | None
+    ) -> SaveResult:
+        group, plans = self._group, self._plans
+        if local is not None:
+            if (
+                mode == "async"
+                and self._background.options.at_limit != "wait"
+                and not has_room(group, self._background)
+            ):
+                return self._skipped(local.path(iteration), iteration)
+            request = local.plan(group, prepare)
+            group, plans, prepare = PieceGroup(group), self._local_plans, lambda: request
         if mode == "async":
-            pending = run_async_save(self._group, prepare, self._plans, self._background, self._timeout)
+            pending = run_async_save(group, prepare, plans, self._background, self._timeout)
             if pending is None:
-                self.poll()
-                url = self._storage.url(roots.iteration_path(self._root, iteration, kind))
-                text = f"{url}: not saved: {self._background.options.max_in_flight} saves are in flight"
-                emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
-                return SaveResult(url, iteration, "", 0, 0, 0.0)
-            self._parent = pending.save_id
+                return self._skipped(self._storage.url(roots.iteration_path(self._root, iteration, kind)), iteration)
+            if local is None:
+                self._parent = pending.save_id
             return pending
-        result, decision, begin = run_save(self._group, prepare, self._plans)
-        self._after_commit(begin, decision)
-        self._parent = begin.save_id
+        result, decision, begin = run_save(group, prepare, plans)
+        if local is None:
+            self._after_commit(begin, decision)
+            self._parent = begin.save_id
         return result
+
+    def _skipped(self, url: str, iteration: int) -> SaveResult:
+        self.poll()
+        text = f"{url}: not saved: {self._background.options.max_in_flight} saves are in flight"
+        emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
+        return SaveResult(url, iteration, "", 0, 0, 0.0)
 
     def prepare(self, nbytes: int) -> None:
         """Makes ready for asynchronous saves of `nbytes` on this rank: the worker, and warm memory to stage in.
@@ -433,7 +516,7 @@ class Checkpointer:
                 if self._parent == begin.save_id:
                     self._parent = begin.parent
                 emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
-            elif outcome.decision is not None:
+            elif outcome.decision is not None and begin.kind != "non_persistent_local":
                 self._after_commit(begin, outcome.decision, by_worker=True)
                 self._tell_of_left(outcome.left)
 
@@ -498,6 +581,19 @@ class Checkpointer:
             roots.write_tracker(self._storage, self._root)
         self._tell_of_left(removal.supersede_by_newest(self._storage, self._root))
         return identity, attempt
+
+    def _open_local(self, options: LocalOptions, settle_wait: float) -> LocalTier:
+        world = World(self._identity.root_id, self._group.world_size, self.topology)
+        tier = LocalTier(
+            options,
+            world,
+            self._group.rank,
+            self.attempt,
+            lambda: roots.newest_attempt(self._storage, self._root),
+            self._on_event,
+        )
+        agree(self._group, "local", lambda: tier.open(self.run, settle_wait))
+        return tier
 
     def _announce(self) -> None:
         self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)

@@ -70,6 +70,25 @@ class SoloGroup:
         """Nothing to separate."""
 
 
+class PieceGroup(SoloGroup):
+    """One rank of a job whose ranks each save or load something of their own, and fail together.
+
+    To what happens in it, it is a world of one; only `agree`, `lead` and `hand_out` let no rank go on while another
+    has failed.
+
+    Args:
+        job: the ranks.
+    """
+
+    def __init__(self, job: Group) -> None:
+        self.job = job
+        self.timeout = job.timeout
+
+    def next_round(self) -> None:
+        """Begins a new operation of the job."""
+        self.job.next_round()
+
+
 class StoreGroup:
     """Ranks that share a `torch.distributed.Store`.
 
@@ -231,6 +250,10 @@ def agree(group: Group, name: str, work: Callable[[], T]) -> list[T] | None:
         RankFailedError: on every rank, when a rank failed (the failed rank raises its own error).
         RankTimeoutError: on every rank, when a rank did not answer; names it.
     """
+    if isinstance(group, PieceGroup):
+        own: list[T] = []
+        agree(group.job, name, lambda: own.append(work()))
+        return own
     error: Exception | None = None
     result: T | None = None
     try:
@@ -268,6 +291,8 @@ def _judge(group: Group, name: str, answer: Any) -> tuple[Sequence[Any], CkptErr
 
 def lead(group: Group, name: str, work: Callable[[], T]) -> T:
     """Rank 0 works, all get its result or its error."""
+    if isinstance(group, PieceGroup):
+        return (agree(group, name, work) or [])[0]
     if group.rank == 0:
         try:
             result = work()
@@ -284,6 +309,8 @@ def lead(group: Group, name: str, work: Callable[[], T]) -> T:
 
 def hand_out(group: Group, name: str, work: Callable[[], Sequence[T]]) -> T:
     """Rank 0 works; each rank gets its own of the results, or rank 0's error."""
+    if isinstance(group, PieceGroup):
+        return (agree(group, name, work) or [])[0][0]
     if group.rank == 0:
         try:
             results = work()

@@ -66,6 +66,39 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Which piece a local checkpoint is, of a set that all ranks save together. All have the set's save id.
+
+    Attributes:
+        root_id: of the run's root (`roots.RootIdentity`).
+        rank: whose state it is.
+        world_size: number of pieces in the set.
+        topology: of the job; None: not known.
+    """
+
+    root_id: str
+    rank: int
+    world_size: int
+    topology: Topology | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a record member."""
+        topology = None if self.topology is None else self.topology.to_json()
+        return {"root_id": self.root_id, "rank": self.rank, "world_size": self.world_size, "topology": topology}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Piece:
+        """Reads `to_json`."""
+        topology = value["topology"]
+        return cls(
+            root_id=value["root_id"],
+            rank=value["rank"],
+            world_size=value["world_size"],
+            topology=None if topology is None else Topology.from_json(topology),
+        )
+
+
+@dataclass(frozen=True)
 class Begin:
     """What is fixed before any data is written (W2).
 
@@ -82,6 +115,7 @@ class Begin:
         parent: the save that this one continues: the attempt's previous save, or the one it resumed from.
         replaces: save ids in the same directory that this one supersedes when it commits.
         created_at: seconds since the epoch, UTC, by the writer's clock: shown, never decided on.
+        piece: of a local checkpoint, which is a world of one by itself.
     """
 
     save_id: str
@@ -103,6 +137,7 @@ class Begin:
     parent: str | None = None
     replaces: tuple[str, ...] = ()
     created_at: float = 0.0
+    piece: Piece | None = None
 
     def __post_init__(self) -> None:
         if type(self.iteration) is not int or self.iteration < 0:
@@ -132,6 +167,7 @@ class Begin:
             "parent": self.parent,
             "replaces": list(self.replaces),
             "created_at": self.created_at,
+            **({} if self.piece is None else {"piece": self.piece.to_json()}),
         }
 
     @classmethod
@@ -159,6 +195,7 @@ class Begin:
                 parent=value["parent"],
                 replaces=tuple(value["replaces"]),
                 created_at=value["created_at"],
+                piece=Piece.from_json(value["piece"]) if value.get("piece") is not None else None,
             )
         except (KeyError, TypeError, AttributeError, StateError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ckptlib import commit, exports, roots
 from ckptlib import storage as st
@@ -43,6 +43,8 @@ def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
         manifest = _manifest(storage, path, save_id)
         others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
         storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
+    names = [entry.name for entry in storage.list(path) if f".{save_id}." in entry.name]  # W1: also of an aborted one
+    storage.remove([st.join(path, name) for name in names])
     exports.bury(storage, path, save_id)
     remove_if_empty(storage, path)
 
@@ -62,6 +64,15 @@ def remove_if_empty(storage: st.Storage, path: str) -> None:
             return
     names = [entry.name for entry in storage.list(tombstones)]
     storage.remove([*(st.join(tombstones, name) for name in names), tombstones, control, path])
+
+
+def remove_all(storage: st.Storage, saves: Iterable[tuple[str, str]]) -> None:
+    """Removes saves, each by its directory and save id. What fails is logged, and left for the next time."""
+    for path, save_id in saves:
+        try:
+            remove_save(storage, path, save_id)
+        except (OSError, IntegrityError) as error:
+            log.warning("%s: save %s not removed: %s", storage.url(path), save_id, error)
 
 
 # --- non-persistent checkpoints of all ranks --------------------------------------------------------------------------

@@ -220,6 +220,11 @@ def _newest_saving_attempt(storage: st.Storage, root: str) -> int:
     return max((_attempt_of(save.save_id) for save in saves if save is not None), default=0)
 
 
+def order_of(save_id: str | None, iteration: int) -> tuple[int, int]:
+    """(attempt, iteration) of a save; foreign checkpoints (None) come before all attempts."""
+    return (-1 if save_id is None else _attempt_of(save_id)), iteration
+
+
 def _attempt_of(save_id: str) -> int:
     return int(save_id.partition("-")[0])
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptlib import commit, exports, formats
+from ckptlib import commit, exports, formats, removal
 from ckptlib import storage as st
 from ckptlib.beats import Pulse
 from ckptlib.coordination import Group, agree, hand_out, lead
@@ -70,11 +70,14 @@ class SaveRequest:
     """What is to be saved and where; the same on every rank, except for `flat`.
 
     Attributes:
-        begin: everything but save id, world size, plan digest and `replaces`, which the save fills in.
+        begin: everything but save id, world size, plan digest and `replaces`, which the save fills in. Pieces of a set
+            that is saved together come with the save id of the set.
         on_exists: ``error`` or ``replace``: when this attempt has already committed here (W9).
         newest_attempt: asked on rank 0 for fencing (W8); None outside a root.
         failed: this rank's earlier saves that failed in the background, of which no save has told: then this one is
             not made.
+        removes: older saves, directory and save id, that go before anything is written.
+        replaces: whether an older save of this iteration goes when this one is committed.
     """
 
     storage: st.Storage
@@ -84,6 +87,8 @@ class SaveRequest:
     on_exists: str = "error"
     newest_attempt: Callable[[], int] | None = None
     failed: Sequence[BackgroundSaveError] = ()
+    removes: Sequence[tuple[str, str]] = ()
+    replaces: bool = True
 
     def __post_init__(self) -> None:
         if self.on_exists not in ("error", "replace"):
@@ -214,7 +219,7 @@ def _open(
     request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int
 ) -> list[tuple[Begin, Share | None] | None]:
     """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
-    _tell_of_failures([failed for _, _, failed in answers])
+    tell_of_failures([failed for _, _, failed in answers])
     for rank, (_, place, _) in enumerate(answers):
         if place != answers[0][1]:
             raise DisagreementError(
@@ -229,7 +234,7 @@ def _open(
     return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
 
 
-def _tell_of_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> None:
+def tell_of_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> None:
     """Raises, for all ranks, what any of them knows; not all of them need know of one failure already."""
     first: dict[frozenset[str], tuple[int, BackgroundSaveError]] = {}
     for rank, failed in enumerate(by_rank):
@@ -261,10 +266,11 @@ def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
         )
     begin = replace(
         request.begin,
-        save_id=commit.new_save_id(request.begin.attempt, after=[save.save_id for save in saves]),
+        save_id=request.begin.save_id
+        or commit.new_save_id(request.begin.attempt, after=[save.save_id for save in saves]),
         world_size=world_size,
         plan_digest=plan_digest,
-        replaces=tuple(save.save_id for save in mine),
+        replaces=tuple(save.save_id for save in mine if request.replaces),
         created_at=time.time(),
     )
     commit.begin_save(request.storage, request.path, begin)
@@ -304,6 +310,7 @@ def _write(
     total = package.nbytes + package.other_nbytes
     pulse = Pulse(request.storage, request.path, begin, rank, total, at_once=False)
     try:
+        removal.remove_all(request.storage, request.removes)
         written = write_package(request.storage, request.path, begin, rank, package, pulse)
     finally:
         pulse.stop()
