@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptlib.background_saves import BackgroundSaves, Flight, failure
 from ckptlib.coordination import Group, agree, lead
-from ckptlib.errors import SaveLimitError
+from ckptlib.errors import BackgroundSaveError, SaveLimitError
 from ckptlib.planning import PlanCache
 from ckptlib.saving import SaveRequest, SaveResult, abort_begun, begin_together
 
@@ -36,6 +36,28 @@ class _Pending(SaveResult):
         return replace(self, files=outcome.files)
 
 
+@dataclass(frozen=True)
+class FailedSave(SaveResult):
+    """A save that failed on this rank before it was handed over, while other ranks went on."""
+
+    error: BackgroundSaveError = field(default_factory=lambda: BackgroundSaveError(""), repr=False, compare=False)
+
+    def wait(self, timeout: float | None = None) -> SaveResult:
+        """See `SaveResult.wait`."""
+        raise self.error
+
+
+def failed_save(request: SaveRequest, error: Exception) -> FailedSave:
+    """What is left of a save that has its save id and could not be begun or staged here."""
+    begin = request.begin
+    failed = BackgroundSaveError(
+        f"the save of iteration {begin.iteration} ({begin.save_id}) failed: {type(error).__name__}: {error}",
+        iteration=begin.iteration,
+        save_ids=frozenset({begin.save_id}),
+    )
+    return FailedSave(request.storage.url(request.path), begin.iteration, begin.save_id, 0, 0, 0.0, error=failed)
+
+
 def run_async_save(
     group: Group,
     prepare: Callable[[], SaveRequest],
@@ -56,7 +78,7 @@ def run_async_save(
             this save will exist.
     """
     started = waited = time.perf_counter()
-    if background.options.at_limit != "wait" and not has_room(group, background):
+    if background.options.at_limit != "wait" and not _has_room(group, background):
         return None
 
     def prepare_with_room() -> SaveRequest:
@@ -87,7 +109,7 @@ def run_async_save(
     )
 
 
-def has_room(group: Group, background: BackgroundSaves) -> bool:
+def _has_room(group: Group, background: BackgroundSaves) -> bool:
     """Whether the save happens: the same answer on all ranks."""
     group.next_round()
     rooms = agree(group, "room", background.has_room)

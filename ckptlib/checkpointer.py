@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptlib import removal, resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
-from ckptlib.async_save import has_room, run_async_save
+from ckptlib.async_save import failed_save, run_async_save
 from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
 from ckptlib.combinations import check
 from ckptlib.composing import Beside, compose
-from ckptlib.coordination import Group, PieceGroup, agree, lead, new_group
+from ckptlib.coordination import Group, PieceGroup, SoloGroup, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
@@ -27,6 +27,7 @@ from ckptlib.errors import (
     IntegrityError,
     NoResumePointError,
     SaveLimitError,
+    StagingError,
     StateError,
     UnsupportedError,
 )
@@ -282,6 +283,7 @@ class Checkpointer:
         """The local checkpoints that are newer than what the run would resume from otherwise. Collective."""
         if self._local is None:
             return Chosen(None)
+        self._background.drain(self._timeout)  # what is in flight may be the newest, and may remove older pieces
         order = None if otherwise is None else roots.order_of(otherwise.save_id, otherwise.iteration)
         chosen = self._local.choose(self._group, at, order)
         if chosen.set is None and chosen.reason and self._group.rank == 0:
@@ -367,6 +369,8 @@ class Checkpointer:
 
         Args:
             state: parts by name; see `ckptlib.save`.
+            kind: ``persistent``; ``non_persistent_global``: takes the place of the older ones of its kind;
+                ``non_persistent_local``: each rank's own, on its host (`LocalOptions`); ``release``.
             progress: numbers that a resume needs: ``consumed_samples``, ``lr``, ``flops``, ... What is not given is
                 taken from the state (`ckptlib.progress.observe`): lr, scheduler step, consumed samples.
             metrics: numbers that a person or a retention policy wants; may be NaN.
@@ -394,7 +398,8 @@ class Checkpointer:
         all_rng = self._all_rng_states() if with_rng and every_rng else None
 
         def prepare() -> SaveRequest:
-            if local is not None and not self._background.wait_for_room(self._timeout):
+            wait = local is not None and self._background.options.at_limit == "wait"
+            if wait and not self._background.wait_for_room(self._timeout):
                 raise SaveLimitError(f"no earlier save ended within {self._timeout:g} s")
             if mode == "sync" and not self._background.drain(self._timeout):
                 raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
@@ -451,28 +456,47 @@ class Checkpointer:
     def _save(
         self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind, local: LocalTier | None
     ) -> SaveResult:
-        group, plans = self._group, self._plans
         if local is not None:
-            if (
-                mode == "async"
-                and self._background.options.at_limit != "wait"
-                and not has_room(group, self._background)
-            ):
-                return self._skipped(local.path(iteration), iteration)
-            request = local.plan(group, prepare)
-            group, plans, prepare = PieceGroup(group), self._local_plans, lambda: request
+            return self._save_local(local, prepare, mode, iteration)
         if mode == "async":
-            pending = run_async_save(group, prepare, plans, self._background, self._timeout)
+            pending = run_async_save(self._group, prepare, self._plans, self._background, self._timeout)
             if pending is None:
                 return self._skipped(self._storage.url(roots.iteration_path(self._root, iteration, kind)), iteration)
-            if local is None:
-                self._parent = pending.save_id
+            self._parent = pending.save_id
             return pending
-        result, decision, begin = run_save(group, prepare, plans)
-        if local is None:
-            self._after_commit(begin, decision)
-            self._parent = begin.save_id
+        result, decision, begin = run_save(self._group, prepare, self._plans)
+        self._after_commit(begin, decision)
+        self._parent = begin.save_id
         return result
+
+    def _save_local(
+        self, local: LocalTier, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int
+    ) -> SaveResult:
+        """One exchange, then each rank by itself: what fails in the background is told at the next save, as ever."""
+        may_wait = mode == "sync" or self._background.options.at_limit == "wait"
+        request = local.plan(self._group, prepare, (lambda: True) if may_wait else self._background.has_room)
+        if request is None and self._background.options.at_limit == "error":
+            raise SaveLimitError(f"{self._background.options.max_in_flight} saves are in flight on some rank")
+        if request is None:
+            return self._skipped(local.path(iteration), iteration)
+        mine: SaveRequest = request
+        if mode == "sync":
+            saved: list[SaveResult] = []
+            agree(
+                self._group,
+                "local write",
+                lambda: saved.append(run_save(SoloGroup(), lambda: mine, self._local_plans)[0]),
+            )
+            return saved[0]
+        try:
+            pending = run_async_save(SoloGroup(), lambda: mine, self._local_plans, self._background, self._timeout)
+        except (OSError, StagingError) as error:  # the others go on
+            lost = failed_save(mine, error)
+            self._failed.append(lost.error)
+            emit(self._on_event, Notice("save_failed", str(lost.error), {"iteration": iteration}))
+            return lost
+        assert pending is not None  # there was room
+        return pending
 
     def _skipped(self, url: str, iteration: int) -> SaveResult:
         self.poll()

@@ -10,7 +10,7 @@ decided over what all ranks hold (`local_sets`), by messages over the job's stor
 
     save     all      what I hold, need, and have room for         -> rank 0
              rank 0   what is complete, fence (W8), the save id    -> all
-             all      remove what may go; save the own piece; fail together
+             all      remove what may go, save the own piece       agree, unless it is written in the background
     restore  all      what I hold                                  -> rank 0
              rank 0   the newest complete set                      -> all
              all      read the own piece, compare digests          agree; the next set when one is damaged
@@ -83,6 +83,7 @@ class Offer:
 
     Attributes:
         needed, free: bytes: of its new piece, about; on its disk.
+        room: another save may be in flight.
         failed: its earlier saves that failed in the background.
     """
 
@@ -90,6 +91,7 @@ class Offer:
     held: tuple[Held, ...]
     needed: int
     free: int
+    room: bool = True
     failed: tuple[BackgroundSaveError, ...] = ()
 
 
@@ -196,14 +198,17 @@ class LocalTier:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def plan(self, group: Group, prepare: Callable[[], SaveRequest]) -> SaveRequest:
+    def plan(
+        self, group: Group, prepare: Callable[[], SaveRequest], has_room: Callable[[], bool]
+    ) -> SaveRequest | None:
         """Agrees on a save of all ranks' pieces, and on what may go for it. Collective.
 
         Args:
             prepare: makes this rank's request; what it raises is known on all ranks.
+            has_room: whether another save of this rank may be in flight.
 
         Returns:
-            This rank's request, with the save id of the set.
+            This rank's request, with the save id of the set; None: some rank has no room.
 
         Raises:
             BackgroundSaveError, CheckpointExistsError, DisagreementError, FencedError, RankFailedError: as any save.
@@ -221,10 +226,13 @@ class LocalTier:
             # What is being written has its place already, in part.
             promised = sum(max(0, size - each.nbytes) for each in held if each.pending)
             free = self._free() - promised
-            return Offer(request.begin.iteration, held, size, free, tuple(request.failed))
+            return Offer(request.begin.iteration, held, size, free, has_room(), tuple(request.failed))
 
         offers = agree(group, "local pieces", offer)
-        save_id, known = lead(group, "local set", lambda: self._decide(offers or []))
+        decided = lead(group, "local set", lambda: self._decide(offers or []))
+        if decided is None:
+            return None
+        save_id, known = decided
         assert request is not None  # else `agree` has raised
         mine = self.held() if group.rank else (offers or [])[0].held
         removes = [
@@ -247,14 +255,16 @@ class LocalTier:
                 "this attempt. Pass on_exists='replace' to supersede it."
             )
 
-    def _decide(self, offers: list[Offer]) -> tuple[str, Known]:
-        """Rank 0: the save id of the set, and what all ranks know of the older ones."""
+    def _decide(self, offers: list[Offer]) -> tuple[str, Known] | None:
+        """Rank 0: the save id of the set, and what all ranks know of the older ones; None: some rank has no room."""
         tell_of_failures([offer.failed for offer in offers])
         for rank, offer in enumerate(offers):
             if offer.iteration != offers[0].iteration:
                 raise DisagreementError(
                     f"rank 0 saves iteration {offers[0].iteration} locally, rank {rank} iteration {offer.iteration}"
                 )
+        if not all(offer.room for offer in offers):
+            return None
         newest = self._newest_attempt()
         if newest > self._attempt:
             raise FencedError(

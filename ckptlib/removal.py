@@ -114,7 +114,7 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
         directory = st.join(root, roots.NON_PERSISTENT)
         newer = (begin.attempt, begin.iteration, begin.save_id)
         tracked, being_read = roots.read_tracker(storage, directory), _being_read(storage, root)
-        for old in superseded(roots.scan(storage, root).found, newer, tracked, being_read):
+        for old in superseded(roots.scan_non_persistent(storage, root), newer, tracked, being_read):
             try:
                 assert old.save is not None  # `superseded` has looked
                 remove_save(storage, old.path, old.save.save_id)
@@ -132,9 +132,7 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
 
 def supersede_by_newest(storage: st.Storage, root: str) -> list[str]:
     """`supersede`, by the newest non-persistent checkpoint: finishes what an older attempt did not come to."""
-    committed = [
-        found for found in roots.scan(storage, root).found if found.kind == _KIND and found.state == "committed"
-    ]
+    committed = [found for found in roots.scan_non_persistent(storage, root) if found.state == "committed"]
     newest = max(committed, key=lambda found: found.order, default=None)
     if newest is None or newest.save is None or newest.save.begin is None:
         return []

@@ -244,9 +244,7 @@ def scan(storage: st.Storage, root: str) -> RootScan:
         if entry.name in (commit.CONTROL, TRACKER):
             continue
         if entry.is_dir and entry.name == NON_PERSISTENT:
-            for inner in storage.list(st.join(root, NON_PERSISTENT)):
-                if inner.name != TRACKER:
-                    _scan_entry(storage, root, f"{NON_PERSISTENT}/{inner.name}", inner.is_dir, found, unmanaged)
+            _scan_non_persistent(storage, root, found, unmanaged)
             continue
         _scan_entry(storage, root, entry.name, entry.is_dir, found, unmanaged)
     attempts: list[AttemptRecord] = []
@@ -257,6 +255,19 @@ def scan(storage: st.Storage, root: str) -> RootScan:
         except IntegrityError as error:
             log.warning("attempt %d: %s", number, error)
     return RootScan(read_identity(storage, root), tuple(attempts), tuple(found), tuple(unmanaged))
+
+
+def scan_non_persistent(storage: st.Storage, root: str) -> list[Found]:
+    """What `scan` finds in ``non_persistent/``."""
+    found: list[Found] = []
+    _scan_non_persistent(storage, root, found, [])
+    return found
+
+
+def _scan_non_persistent(storage: st.Storage, root: str, found: list[Found], unmanaged: list[str]) -> None:
+    for entry in storage.list(st.join(root, NON_PERSISTENT)):
+        if entry.name != TRACKER:
+            _scan_entry(storage, root, f"{NON_PERSISTENT}/{entry.name}", entry.is_dir, found, unmanaged)
 
 
 def _scan_entry(
