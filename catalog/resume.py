@@ -90,6 +90,8 @@ def why_not(row: CheckpointRow, request: Request) -> str | None:
         return "is not verified yet" if row.verdict == "unverified" else f"is {row.verdict}"
     if row.kind not in request.kinds:
         return f"is of kind {row.kind}, which is only used on request"
+    if row.semantic_type == "LOCAL" and request.at is None:
+        return "is every rank's own state (LOCAL), which is only used when its iteration is named"
     if row.branch != "live":
         return "is on a branch that a rollback abandoned; load it by its URL if it is meant"
     missing = NEEDS[request.purpose] - set(row.contents)

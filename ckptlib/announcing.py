@@ -124,7 +124,7 @@ class Announcer:
             log.exception("iteration %d: committed; its tracker could not be moved", begin.iteration)
 
     def _move_tracker(self, begin: Begin) -> None:
-        if begin.kind not in roots.TRACKED_KINDS or not self._is_newest(begin):
+        if begin.kind not in roots.TRACKED_KINDS or begin.semantic_type == "LOCAL" or not self._is_newest(begin):
             return
         if not self._fenced(begin.attempt):
             roots.put_tracker(self._storage, self._root, begin.iteration, begin.kind)

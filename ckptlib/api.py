@@ -7,14 +7,15 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ckptlib import storage as st
-from ckptlib.combinations import WRITERS, check
+from ckptlib.combinations import FORMAT_OF, WRITERS, check
 from ckptlib.coordination import new_group
 from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
+from ckptlib.layouts.contents import check_topology, content_of, writes
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
 from ckptlib.progress import numbers_of
 from ckptlib.restoring import parts_of
 from ckptlib.saving import SaveRequest, SaveResult, run_save
-from ckptlib.state import content_names, flatten
+from ckptlib.state import content_names
 from ckptlib.topology import Topology
 
 
@@ -26,7 +27,7 @@ def save(
     run: str | None = None,
     topology: Topology | None = None,
     semantic_type: SemanticType = "GLOBAL",
-    format: Format = "torch_dist",
+    format: Format | None = None,
     io_mode: IoMode = "sync",
     contents: Collection[str] | None = None,
     kind: Kind = "persistent",
@@ -47,6 +48,8 @@ def save(
             with `state_dict`, optimizers, and plain values.
         url: the iteration directory: a path, or any URL that fsspec knows.
         iteration: 0 or more.
+        semantic_type: what the checkpoint means (docs/combinations.md).
+        format: None: the one that goes with it.
         contents: top-level names of `state` to save; None: all.
         on_exists: ``replace`` supersedes a checkpoint that is already committed at `url`, once this one is committed.
         single_writer: vouches that nobody else writes to `url`, for storages without exclusive creation.
@@ -60,11 +63,11 @@ def save(
         SaveAbortedError, RankFailedError, RankTimeoutError: the save failed; an older checkpoint is unharmed.
         OSError: the storage failed.
     """
-    writers = WRITERS[check(semantic_type, format, io_mode)]
+    format_: Format = FORMAT_OF.get(semantic_type, "torch_dist") if format is None else format
+    combination = check(semantic_type, format_, io_mode)
+    writers = WRITERS[combination]
     if "ckptlib.save" not in writers:
-        raise UnsupportedError(
-            f"{semantic_type} + {format} + {io_mode} is not written by ckptlib.save, but by {' or '.join(writers)}"
-        )
+        raise UnsupportedError(f"{combination} is not written by ckptlib.save, but by {' or '.join(writers)}")
     if run is not None and not isinstance(run, str):
         raise StateError(f"run {run!r}: expected a string")
     storage, path = st.resolve(url, storage_options, single_writer=single_writer)
@@ -73,6 +76,12 @@ def save(
             f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
             "Pass single_writer=True if you are sure that only this job writes here."
         )
+
+    group = new_group(timeout=timeout, name="bare")
+    if topology is not None and topology.world_size != group.world_size and format_ == "torch":
+        raise StateError(f"topology {topology} has {topology.world_size} ranks, this job has {group.world_size}")
+    check_topology(semantic_type, topology, group.world_size)
+    writer = writes(semantic_type, topology, group.rank, group.world_size)
 
     def prepare() -> SaveRequest:
         tree = parts_of(state, contents)
@@ -86,14 +95,14 @@ def save(
             plan_digest="",
             kind=kind,
             semantic_type=semantic_type,
-            format=format,
+            format=format_,
             io_mode=io_mode,
             topology=topology,
             contents=tuple(sorted(content_names(tree))),
             progress=numbers_of("progress", progress or {}),
             metrics=numbers_of("metrics", metrics or {}),
         )
-        return SaveRequest(storage, path, begin, flatten(tree), on_exists)
+        return SaveRequest(storage, path, begin, content_of(semantic_type, tree if writer else None), on_exists)
 
-    result, _, _ = run_save(new_group(timeout=timeout, name="bare"), prepare)
+    result, _, _ = run_save(group, prepare)
     return result

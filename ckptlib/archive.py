@@ -8,6 +8,7 @@ record's CRC-32. 64-bit sizes are handled as zip64.
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,23 @@ class Window:
         return None if self.get(start, size) is not None else Extent(start, self.length - start)
 
 
+class SparseWindow(Window):
+    """Pieces of a container, by offset: what lies around its payloads."""
+
+    def __init__(self, length: int, pieces: Sequence[tuple[int, Buffer]]) -> None:
+        super().__init__(length, b"", b"")
+        self._starts = [at for at, _ in pieces]
+        self._pieces = [memoryview(data) for _, data in pieces]
+
+    def get(self, offset: int, size: int) -> memoryview | None:
+        """Bytes of the container, or None when they do not lie within one piece."""
+        i = bisect.bisect_right(self._starts, offset) - 1
+        if i < 0 or size < 0:
+            return None
+        first = offset - self._starts[i]
+        return self._pieces[i][first : first + size] if first + size <= len(self._pieces[i]) else None
+
+
 def parse(window: Window, where: str) -> Layout:
     """Layout of a container.
 
@@ -190,6 +208,50 @@ def read_windows(storage: Storage, path: str, extents: Sequence[Extent], where: 
             window = Window(extent.length, head, tail)
         windows.append(window)
     return windows
+
+
+def read_layout(storage: Storage, path: str, size: int, where: str) -> Layout:
+    """Layout of a file that is one container with any number of payloads, of which none is read.
+
+    Raises:
+        RecordError: not such a container, or damaged.
+        OSError: the file cannot be read.
+    """
+    if size <= WHOLE_BYTES:
+        data = bytearray(size)
+        storage.read_into(path, [(0, memoryview(data))])
+        return parse_whole(bytes(data), where)
+    tail = bytearray(TAIL_BYTES)
+    storage.read_into(path, [(size - TAIL_BYTES, memoryview(tail))])
+    ends = Window(size, b"", tail)
+    missing = ends.missing(where)
+    if missing is not None:
+        tail = bytearray(missing.length)
+        storage.read_into(path, [(missing.offset, memoryview(tail))])
+        ends = Window(size, b"", tail)
+    start, length, count, _ = _directory(ends, where)
+    directory = ends.get(start, length)
+    assert directory is not None  # read above
+    headers = sorted((entry.header_offset, len(entry.name.encode())) for entry in _entries(directory, count, where))
+    spans: list[tuple[int, int]] = []
+    for first, end in [
+        *((at - _BEFORE, at + _LOCAL.size + name + _BEHIND) for at, name in headers),
+        (start - _BEFORE, size),
+    ]:
+        first, end = max(first, 0), min(end, size)
+        if spans and first <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((first, end))
+    pieces = [(first, bytearray(end - first)) for first, end in spans]
+    storage.read_into(path, [(at, memoryview(data)) for at, data in pieces])
+    return parse(SparseWindow(size, pieces), where)
+
+
+_BEFORE = 64
+"""Bytes before a header: the data descriptor of the record before it is among them."""
+_BEHIND = 4096 + 256
+"""Bytes of a header behind its name: torch pads it to align the payload, to 64 bytes or to a page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, 
     if decision is not None:
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
         left = removal.supersede(root_storage, root, begin)
-    return Outcome(job.number, decision, files=len(files.files), left=tuple(left))
+    return Outcome(job.number, decision, files=files.count, left=tuple(left))
 
 
 def _commit(storage: st.Storage, path: str, job: Job) -> Decision:

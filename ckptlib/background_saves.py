@@ -14,7 +14,6 @@ from ckptlib.background import Job, Outcome, give_up, run_job, take_in_hand
 from ckptlib.beats import HEARTBEAT, Pulse
 from ckptlib.errors import BackgroundSaveError, StateError
 from ckptlib.manifest import Begin
-from ckptlib.packing import pack
 from ckptlib.saving import Begun
 from ckptlib.staging import Arena, Pool, copy_in, layout
 from ckptlib.worker import WorkerProcess, Written
@@ -189,7 +188,7 @@ class BackgroundSaves:
             StateError: an object cannot be saved.
             StagingError: no memory.
         """
-        package = pack(begun.request.flat, begun.share, begun.value_digests, leads=rank == 0)
+        package = begun.pack(rank)
         worker = self._start()
         staged, nbytes = layout(package.tensors)
         arena = self._pool.take(nbytes)

@@ -17,8 +17,8 @@ from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.async_save import failed_save, run_async_save
 from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
-from ckptlib.combinations import check
-from ckptlib.composing import Beside, compose
+from ckptlib.combinations import FORMAT_OF, check
+from ckptlib.composing import Beside, Streams, compose
 from ckptlib.coordination import Group, PieceGroup, SoloGroup, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
@@ -32,16 +32,15 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
+from ckptlib.layouts.contents import check_topology, content_of, writes
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.local import Chosen, LocalOptions, LocalTier
 from ckptlib.local_sets import World
-from ckptlib.manifest import Begin, Decision, IoMode, Kind
+from ckptlib.manifest import Begin, Decision, Format, IoMode, Kind, SemanticType
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
 from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
 from ckptlib.saving import SaveRequest, SaveResult, run_save
-from ckptlib.sharding import ShardedObject
-from ckptlib.state import flatten
 from ckptlib.topology import Topology
 
 if TYPE_CHECKING:
@@ -75,6 +74,8 @@ class Checkpointer:
         settle_wait: seconds that construction waits, at most, for saves of older attempts that are still being written
             by workers that outlived their trainer; less than `timeout`, half of it by default. One that nobody writes
             is not waited for.
+        semantic_type: what a checkpoint means (docs/combinations.md).
+        format: None: the one that goes with it.
         io_mode: ``sync``: `save` returns when the checkpoint exists; ``async``: when the state may change.
         background: how asynchronous saves are written; None: a worker process, one save in flight.
         local: where each rank keeps checkpoints of its own (``kind="non_persistent_local"``); None: nowhere.
@@ -85,7 +86,8 @@ class Checkpointer:
         StorageUnavailableError: the root belongs to another run.
         ExclusiveCreateError: W4.
         StateError: the topology does not fit the world size, or the run name is unusable.
-        UnsupportedError: a worker process cannot reach the storage.
+        UnsupportedError: the combination of semantic type, format and io mode is impossible, or impossible here: a
+            worker process cannot reach the storage, a LEGACY layout cannot hold the topology.
         StorageError: a rank's local root cannot be used.
     """
 
@@ -105,6 +107,8 @@ class Checkpointer:
         single_writer: bool = False,
         timeout: float = 600.0,
         settle_wait: float | None = None,
+        semantic_type: SemanticType = "GLOBAL",
+        format: Format | None = None,
         io_mode: IoMode = "sync",
         background: AsyncOptions | None = None,
         local: LocalOptions | None = None,
@@ -142,10 +146,12 @@ class Checkpointer:
         self._every_rng_state = data_parallel_random_init
         self._on_event = on_event
         self._timeout = timeout
+        self._semantic_type: SemanticType = semantic_type
+        self._format: Format = FORMAT_OF.get(semantic_type, "torch_dist") if format is None else format
         self._io_mode: IoMode = io_mode
         target = Target(self.root, storage_options, single_writer, tracker == "committed")
         self._background = BackgroundSaves(background or AsyncOptions(), target)
-        self._check_mode(io_mode)
+        self._check_combination(self._semantic_type, self._format, io_mode)
         self._parent: str | None = None
         self._plans = PlanCache()
         self._local_plans = PlanCache()
@@ -361,6 +367,7 @@ class Checkpointer:
         kind: Kind = "persistent",
         contents: Collection[str] | None = None,
         on_exists: Literal["error", "replace"] = "error",
+        semantic_type: SemanticType | None = None,
         io_mode: IoMode | None = None,
     ) -> SaveResult:
         """Saves and commits. Collective; returns when the checkpoint exists, asynchronously when `state` may change.
@@ -377,6 +384,7 @@ class Checkpointer:
             args: plain arguments, recorded with the checkpoint.
             rerun_state: this rank's rerun state; dropped on a resume with another topology.
             contents: parts of `state` to save, plus ``rng``; None: those given at construction.
+            semantic_type: None: that given at construction; its format goes with it.
             io_mode: None: that given at construction.
 
         Returns:
@@ -390,12 +398,17 @@ class Checkpointer:
         """
         self._check_open()
         mode = self._io_mode if io_mode is None else io_mode
-        self._check_mode(mode)
+        meaning = self._semantic_type if semantic_type is None else semantic_type
+        format_: Format = self._format if semantic_type is None else FORMAT_OF.get(semantic_type, self._format)
+        self._check_combination(meaning, format_, mode)
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         local = self._local if kind == "non_persistent_local" else None
+        if local is not None:  # a world of one on each host
+            meaning, format_ = "GLOBAL", "torch_dist"
         every_rng = self._every_rng_state and local is None
         all_rng = self._all_rng_states() if with_rng and every_rng else None
+        writer = writes(meaning, self.topology, self._group.rank, self._group.world_size)
 
         def prepare() -> SaveRequest:
             wait = local is not None and self._background.options.at_limit == "wait"
@@ -416,10 +429,6 @@ class Checkpointer:
             rank, world_size, topology = self._group.rank, self._group.world_size, self.topology
             if local is not None:  # a world of one
                 rank, world_size, topology = 0, 1, None
-            streams: Mapping[str, ShardedObject] = {}
-            if with_rng:
-                own = rng.capture(self._rng_tracker)
-                streams = rng.sharded(own, rank, world_size, topology, all_rng, every_rank=every_rng)
             begin = Begin(
                 save_id="",
                 run=self.run,
@@ -429,18 +438,24 @@ class Checkpointer:
                 world_size=world_size,
                 plan_digest="",
                 kind=kind,
+                semantic_type=meaning,
+                format=format_,
                 io_mode=mode,
                 topology=topology,
                 parent=self._parent,
                 piece=None if local is None else local.piece,
             )
-            beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
-            tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
+            tree: dict[str, Any] | None = None
+            if writer:  # else nobody looks at this rank's state
+                own = rng.capture(self._rng_tracker) if with_rng else None
+                streams = Streams(own, all_rng, every_rank=every_rng)
+                beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
+                tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
             return SaveRequest(
                 self._storage if local is None else local.storage,
                 roots.iteration_path(self._root, iteration, kind) if local is None else local.path(iteration),
                 begin,
-                flatten(tree),
+                content_of(meaning, tree),
                 on_exists,
                 None if local is not None else lambda: roots.newest_attempt(self._storage, self._root),
                 tuple(self._failed),
@@ -622,9 +637,10 @@ class Checkpointer:
     def _announce(self) -> None:
         self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)
 
-    def _check_mode(self, io_mode: IoMode) -> None:
+    def _check_combination(self, semantic_type: SemanticType, format: Format, io_mode: IoMode) -> None:
         worker = self._background.options.worker
-        check("GLOBAL", "torch_dist", io_mode, storage=self._storage.capabilities, worker=worker)
+        check(semantic_type, format, io_mode, storage=self._storage.capabilities, worker=worker)
+        check_topology(semantic_type, self.topology, self._group.world_size)
 
     def _check_open(self) -> None:
         if self._closed:

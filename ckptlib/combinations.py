@@ -72,6 +72,8 @@ POSSIBLE: tuple[Combination, ...] = tuple(
 )
 
 WRITERS: Mapping[Combination, tuple[str, ...]] = {
+    Combination("LOCAL", "torch", "sync"): ("ckptlib.save", "Checkpointer.save"),
+    Combination("LOCAL", "torch", "async"): ("Checkpointer.save",),
     Combination("GLOBAL", "torch_dist", "sync"): ("ckptlib.save", "Checkpointer.save"),
     Combination("GLOBAL", "torch_dist", "async"): ("Checkpointer.save",),
     Combination("TORCH_DCP", "torch_dcp", "sync"): ("dcp.save with CkptWriter",),

@@ -17,7 +17,6 @@ decides uses the bytes that are there, so that one decision always names one man
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -25,12 +24,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptlib import records
+from ckptlib import exported, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
 from ckptlib.formats import torch_dist
 from ckptlib.index import ItemIndex
-from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord
+from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord, Role
 from ckptlib.paused_gc import paused_gc
 
 log = logging.getLogger("ckptlib")
@@ -44,16 +43,6 @@ BEGIN, MANIFEST, INDEX, METADATA, COMMON, DECISION = (
     "common.pt",
     "decision.json",
 )
-EXPORT_CHECKPOINT, EXPORT_COMMON, EXPORT_INTEGRITY, EXPORT_METADATA, EXPORT_MARKER = (
-    "checkpoint.json",
-    "common.pt",
-    "integrity.json",
-    ".metadata",
-    "metadata.json",
-)
-MARKER_BYTES = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
-"""Exactly what Megatron-Core writes: one line, no newline."""
-
 TOMBSTONES = "tombstones"
 SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
 
@@ -176,7 +165,12 @@ def current_save(storage: st.Storage, path: str) -> SaveState | None:
     Raises:
         IntegrityError: the records of a save that may be the newest are damaged, so nobody can tell.
     """
-    for save in reversed(list_saves(storage, path)):
+    return current_of(list_saves(storage, path))
+
+
+def current_of(saves: Sequence[SaveState]) -> SaveState | None:
+    """The newest committed one of the saves of a directory. Raises as `current_save`."""
+    for save in reversed(saves):
         if save.damage is not None and not save.tombstoned:
             raise save.damage
         if save.committed:
@@ -401,6 +395,10 @@ def check_records(storage: st.Storage, path: str, begin: Begin, by_rank: Mapping
         if record.values_digest != first.values_digest:
             raise DefectError(f"unsharded values of rank {rank} differ from those of rank {first.rank}")
         parts.append(ItemIndex.from_record(record.items, record_name(rank)))
+    recorded = {entry.path for record in by_rank.values() for entry in record.files}
+    for name in exported.own_files(begin):
+        if name not in recorded:
+            raise DefectError(f"{name}: no record names it, although {begin.semantic_type} has it")
     index = ItemIndex.merge(parts)
     index.check_tilings()
     return index
@@ -410,22 +408,17 @@ def _write_manifest(
     storage: st.Storage, path: str, begin: Begin, by_rank: Mapping[int, RankRecord], index: ItemIndex
 ) -> bytes:
     directory = f"{CONTROL}/{begin.save_id}"
-    index_bytes = _create_or_read(storage, st.join(path, directory, INDEX), index.encode())
-    metadata = _create_or_read(storage, st.join(path, directory, METADATA), torch_dist.encode_metadata(index))
-    begin_bytes = begin.encode()
+    small: list[tuple[str, bytes, Role]] = [(BEGIN, begin.encode(), "begin")]
+    small.append((INDEX, _create_or_read(storage, st.join(path, directory, INDEX), index.encode()), "index"))
+    if exported.has_metadata(begin.format):
+        metadata = _create_or_read(storage, st.join(path, directory, METADATA), torch_dist.encode_metadata(index))
+        small.append((METADATA, metadata, "metadata"))
     files = [entry for _, record in sorted(by_rank.items()) for entry in record.files]
-    for name, data, role in (
-        (BEGIN, begin_bytes, "begin"),
-        (INDEX, index_bytes, "index"),
-        (METADATA, metadata, "metadata"),
-    ):
-        files.append(FileEntry(f"{directory}/{name}", len(data), hashlib.sha256(data).hexdigest(), role))  # type: ignore[arg-type]
-    exports = {EXPORT_METADATA: (len(metadata), hashlib.sha256(metadata).hexdigest())}
-    if begin.format == "torch_dist":
-        exports[EXPORT_MARKER] = (len(MARKER_BYTES), hashlib.sha256(MARKER_BYTES).hexdigest())
-    for entry in files:
-        if entry.role == "common":
-            exports[EXPORT_COMMON] = (entry.size, entry.sha256)
+    for name, data, role in small:
+        files.append(FileEntry(f"{directory}/{name}", len(data), hashlib.sha256(data).hexdigest(), role))
+    exports = {name: (entry.size, entry.sha256) for name, entry in exported.copies(begin, files)}
+    if exported.has_marker(begin.format):
+        exports[exported.MARKER] = (len(exported.MARKER_BYTES), hashlib.sha256(exported.MARKER_BYTES).hexdigest())
     manifest = Manifest(begin, tuple(files), exports, len(index.keys), len(index.object_keys))
     return _create_or_read(storage, st.join(path, directory, MANIFEST), manifest.encode())
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptlib import rng
+from ckptlib import exported, rng
 from ckptlib.errors import StateError
+from ckptlib.layouts import legacy
 from ckptlib.manifest import Begin
 from ckptlib.progress import numbers_of, observe, with_args
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
@@ -19,6 +20,21 @@ CHECKPOINT_VERSION = 3.0
 
 
 @dataclass(frozen=True)
+class Streams:
+    """The RNG states of a save.
+
+    Attributes:
+        own: this rank's; None: they are not part of the save.
+        all: with `every_rank`, on the rank that stores them: those of all ranks.
+        every_rank: Megatron's lists have every data-parallel rank's, not the first alone.
+    """
+
+    own: rng.State | None
+    all: Sequence[rng.State] | None = None
+    every_rank: bool = False
+
+
+@dataclass(frozen=True)
 class Beside:
     """What a trainer gives to a save beside its state.
 
@@ -26,14 +42,14 @@ class Beside:
         progress, metrics: numbers, see `Checkpointer.save`.
         args: plain arguments; None: none.
         rerun_state: this rank's; None: none.
-        streams: the RNG states to store; none: they are not part of the save.
+        streams: the RNG states.
     """
 
     progress: Mapping[str, float]
     metrics: Mapping[str, float]
     args: Any
     rerun_state: Any
-    streams: Mapping[str, ShardedObject]
+    streams: Streams
 
 
 def compose(parts: Mapping[str, Any], beside: Beside, begin: Begin, rank: int) -> tuple[dict[str, Any], Begin]:
@@ -45,7 +61,7 @@ def compose(parts: Mapping[str, Any], beside: Beside, begin: Begin, rank: int) -
     Raises:
         StateError: a part has a name that belongs to what stands beside it, or a number is none.
     """
-    clash = sorted(set(parts) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY}))
+    clash = sorted(set(parts) & (OWN_KEYS | {rng.KEY, rng.KEY_BY_RANK, RERUN_KEY, legacy.RERUN}))
     if clash:
         raise StateError(f"state: the name {clash[0]!r} is the checkpointer's own; pass it to save() or rename it")
     names = content_names(parts)
@@ -63,10 +79,10 @@ def compose(parts: Mapping[str, Any], beside: Beside, begin: Begin, rank: int) -
         tree["args"] = beside.args
         names.add("args")
     if beside.rerun_state is not None:
-        tree[RERUN_KEY] = ShardedObject(RERUN_KEY, beside.rerun_state, (begin.world_size,), (rank,))
+        tree |= _of_ranks(RERUN_KEY, beside.rerun_state, begin, rank)
         names.add("rerun_state")
-    if beside.streams:
-        tree |= beside.streams
+    if beside.streams.own is not None:
+        tree |= _streams(beside.streams, beside.streams.own, begin, rank)
         names.add("rng")
     described = replace(
         begin,
@@ -76,3 +92,29 @@ def compose(parts: Mapping[str, Any], beside: Beside, begin: Begin, rank: int) -
         metrics=numbers_of("metrics", beside.metrics),
     )
     return tree, described
+
+
+def _of_ranks(key: str, value: Any, begin: Begin, rank: int) -> dict[str, Any]:
+    """What belongs to a rank: a cell of a grid, an entry of its own state dict, or one under the rank's number."""
+    match begin.semantic_type:
+        case "GLOBAL":
+            return {key: ShardedObject(key, value, (begin.world_size,), (rank,))}
+        case "TORCH_DCP":
+            return {key: {rank: value}}
+        case "LEGACY":
+            return {legacy.RERUN: value}
+    return {key: value}
+
+
+def _streams(streams: Streams, own: rng.State, begin: Begin, rank: int) -> dict[str, Any]:
+    match begin.semantic_type:
+        case "GLOBAL":
+            return rng.sharded(own, rank, begin.world_size, begin.topology, streams.all, every_rank=streams.every_rank)
+        case "TORCH_DCP":  # rank 0's once more where Megatron-Core looks
+            return _of_ranks(rng.KEY_BY_RANK, dict(own), begin, rank) | ({} if rank else {rng.KEY: [dict(own)]})
+        case "LEGACY" if streams.every_rank and streams.all is not None:
+            return {rng.KEY: rng.cell_states(streams.all, exported.topology_of(begin), rank)}
+    if begin.semantic_type == "LEGACY":
+        return {rng.KEY: [dict(own)]}
+    name, keys, *rest = own["np_rng_state"]  # plain numbers, so that `torch.load(weights_only=True)` takes the file
+    return {rng.KEY: [{**own, "np_rng_state": (name, keys.tolist(), *rest)}]}

@@ -60,7 +60,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     # Nothing is read from this memory, and nothing is written to it: pages are never touched.
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     payload = tensor.numel() * tensor.element_size()
-    sink = _SparseSink()
+    sink = SparseSink()
     try:
         with torch.serialization.skip_data():
             torch.save(tensor, cast(IO[bytes], sink))  # write, seek, tell, flush are all it calls
@@ -69,7 +69,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     return _split(sink, payload, f"{dtype} {list(shape)}")
 
 
-class _SparseSink:
+class SparseSink:
     """A seekable file that keeps what is written and never stores the hole where the payload would be."""
 
     def __init__(self) -> None:
@@ -95,8 +95,20 @@ class _SparseSink:
     def flush(self) -> None:
         return
 
+    def joined(self) -> list[tuple[int, bytes]]:
+        """What was written, by offset; neighbours are one piece, so that every hole lies between two."""
+        runs: list[tuple[int, list[bytes]]] = []
+        end = -1
+        for at, data in sorted(self.pieces):
+            if at == end:
+                runs[-1][1].append(data)
+            elif data:
+                runs.append((at, [data]))
+            end = at + len(data)
+        return [(at, b"".join(parts)) for at, parts in runs]
 
-def _split(sink: _SparseSink, payload: int, what: str) -> Template:
+
+def _split(sink: SparseSink, payload: int, what: str) -> Template:
     """Cuts what was written at the payload: the record `data/0`, found by its local header."""
     end = max(at + len(data) for at, data in sink.pieces)
     # Records before the payload take some hundred bytes, records behind it likewise: only these are materialised.
@@ -125,7 +137,7 @@ def _split(sink: _SparseSink, payload: int, what: str) -> Template:
     return Template(head, tail, tuple(crc_at), payload)
 
 
-def _materialise(sink: _SparseSink, start: int, end: int) -> bytes:
+def _materialise(sink: SparseSink, start: int, end: int) -> bytes:
     """Bytes [start, end) of what was written; holes read as zeros."""
     out = bytearray(end - start)
     for at, data in sink.pieces:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from ckptlib import commit
+from ckptlib import commit, exported
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Begin, Manifest
@@ -18,47 +19,77 @@ from ckptlib.manifest import Begin, Manifest
 log = logging.getLogger("ckptlib")
 
 
+@dataclass(frozen=True)
+class Export:
+    """One export of a save: `data`, or where that is None the content of `source`, a data file of the save."""
+
+    name: str
+    data: bytes | None = None
+    source: str = ""
+
+    def is_right(self, storage: st.Storage, path: str) -> bool:
+        """Whether it reads as it should."""
+        if self.data is None:
+            return storage.same_content(st.join(path, self.source), st.join(path, self.name))
+        return commit.get_or_none(storage, st.join(path, self.name)) == self.data
+
+    def write(self, storage: st.Storage, path: str) -> None:
+        """Puts it there, in the place of what was."""
+        if self.data is None:
+            storage.copy(st.join(path, self.source), st.join(path, self.name))
+        else:
+            storage.put(st.join(path, self.name), self.data)
+
+
 def integrity_bytes(manifest: Manifest) -> bytes:
     """``integrity.json`` as Megatron-Core writes it: SHA-256 of the files directly in the iteration directory.
 
     It already names ``.metadata`` and ``metadata.json``, which are written after it.
     """
-    digests = {entry.path: entry.sha256 for entry in manifest.files if "/" not in entry.path}
+    digests = {entry.path: entry.sha256 for entry in manifest.files}
     digests |= {name: sha256 for name, (_, sha256) in manifest.exports.items()}
-    digests[commit.EXPORT_CHECKPOINT] = hashlib.sha256(manifest.encode()).hexdigest()
-    return json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
+    digests[exported.CHECKPOINT] = hashlib.sha256(manifest.encode()).hexdigest()
+    here = {name: sha256 for name, sha256 in sorted(digests.items()) if "/" not in name}
+    return json.dumps({"algorithm": "sha256", "files": here}, indent=2).encode()
 
 
-def export_plan(storage: st.Storage, path: str, save: commit.SaveState) -> list[tuple[str, bytes]]:
-    """Name and bytes of every export of a committed save, in the order of W5.
+def export_plan(storage: st.Storage, path: str, save: commit.SaveState) -> list[Export]:
+    """Every export of a committed save, in the order of W5.
 
     Raises:
         IntegrityError: what an export would be copied from is damaged or gone; the export may be all that is left.
     """
     manifest_bytes = commit.read_manifest_bytes(storage, path, save)
     manifest = Manifest.decode(manifest_bytes, commit.manifest_url(storage, path, save.save_id))
-    exports = [(commit.EXPORT_CHECKPOINT, manifest_bytes)]
-    sources = {entry.role: entry for entry in manifest.files if entry.role in ("common", "metadata")}
-    if "common" in sources:
-        exports.append((commit.EXPORT_COMMON, commit.get_checked(storage, path, sources["common"])))
-    exports.append((commit.EXPORT_INTEGRITY, integrity_bytes(manifest)))
-    exports.append((commit.EXPORT_METADATA, commit.get_checked(storage, path, sources["metadata"])))
-    if commit.EXPORT_MARKER in manifest.exports:
-        exports.append((commit.EXPORT_MARKER, commit.MARKER_BYTES))
-    return exports
+    found = {exported.CHECKPOINT: Export(exported.CHECKPOINT, manifest_bytes)}
+    found[exported.INTEGRITY] = Export(exported.INTEGRITY, integrity_bytes(manifest))
+    for name, entry in exported.copies(manifest.begin, manifest.files):
+        if entry.role == "data":
+            found[name] = Export(name, source=entry.path)
+        else:
+            found[name] = Export(name, commit.get_checked(storage, path, entry))
+    if exported.MARKER in manifest.exports:
+        found[exported.MARKER] = Export(exported.MARKER, exported.MARKER_BYTES)
+    first = [name for name in (exported.CHECKPOINT, exported.COMMON) if name in found]
+    return [found.pop(name) for name in first] + [*found.values()]
 
 
-def export_changes(storage: st.Storage, path: str, exports: Sequence[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
+def export_changes(
+    storage: st.Storage, path: str, exports: Sequence[Export], others: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """What a roll-forward has to change: names to write, and names to remove that a save of another format left.
 
     The marker is read first. Whoever found a wrong export took the marker away before mending it; so who finds the
     marker absent and everything else right really saw everything right after that.
+
+    Args:
+        others: names that exports of other saves of this directory may have left.
     """
-    stale = [name for name, data in reversed(exports) if commit.get_or_none(storage, st.join(path, name)) != data]
-    names = {name for name, _ in exports}
+    stale = [export.name for export in reversed(exports) if not export.is_right(storage, path)]
+    names = {export.name for export in exports}
     obsolete = [
         name
-        for name in (commit.EXPORT_MARKER, commit.EXPORT_COMMON)
+        for name in dict.fromkeys((exported.MARKER, exported.COMMON, *sorted(others)))
         if name not in names and storage.stat(st.join(path, name)) is not None
     ]
     return stale, obsolete
@@ -76,39 +107,54 @@ def roll_forward(storage: st.Storage, path: str) -> commit.SaveState | None:
     Returns:
         The current save, or None.
     """
+    written: frozenset[str] = frozenset()
     while True:
-        save, right = _roll_forward_once(storage, path)
+        save, right, names = _roll_forward_once(storage, path, written)
         if right:
             return save
+        written |= names
 
 
-def _roll_forward_once(storage: st.Storage, path: str) -> tuple[commit.SaveState | None, bool]:
-    """The current save, and whether its exports were found right; if not, they have been written as far as it went."""
-    save = commit.current_save(storage, path)
+def _roll_forward_once(
+    storage: st.Storage, path: str, written: Collection[str]
+) -> tuple[commit.SaveState | None, bool, frozenset[str]]:
+    """The current save, and whether its exports were found right; if not, they have been written as far as it went.
+
+    Args:
+        written: names that this roll-forward wrote before, maybe for a save that is not current any more.
+
+    Returns:
+        Also the names of its exports.
+    """
+    saves = commit.list_saves(storage, path)
+    save = commit.current_of(saves)
     if save is None:
-        return None, True
+        return None, True, frozenset()
+    others = {*written}.union(*(exported.names(other.begin) for other in saves if other.begin is not None))
     try:
         exports = export_plan(storage, path, save)
     except IntegrityError:
         if _is_current(storage, path, save):
             raise
-        return save, False  # replaced and removed meanwhile
-    stale, obsolete = export_changes(storage, path, exports)
+        return save, False, frozenset()  # replaced and removed meanwhile
+    names = frozenset(export.name for export in exports)
+    stale, obsolete = export_changes(storage, path, exports, others)
     if not stale and not obsolete:
         _remove_records(storage, path, save)
-        return save, True
+        return save, True, names
     storage.remove([st.join(path, name) for name in obsolete])
-    marker, _ = exports[-1]
+    storage.remove([st.parent(st.join(path, name)) for name in obsolete if "/" in name])
+    marker = exports[-1].name
     if stale and marker not in stale:
         storage.remove([st.join(path, marker)])
         stale = [*stale, marker]
-    for name, data in exports:
-        if name not in stale:
+    for export in exports:
+        if export.name not in stale:
             continue
         if not _is_current(storage, path, save):
             break
-        storage.put(st.join(path, name), data)
-    return save, False
+        export.write(storage, path)
+    return save, False, names
 
 
 def _is_current(storage: st.Storage, path: str, save: commit.SaveState) -> bool:

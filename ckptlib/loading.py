@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -88,6 +88,27 @@ class Request(NamedTuple):
     keys: bytes
     idle: tuple[str, ...]
     offer: Offer
+
+
+class Prepared(Protocol):
+    """One rank's load, in steps: `PreparedLoad`, or that of a rank's own file (`ckptlib.layouts.loading`)."""
+
+    source: Source
+    options: LoadOptions
+    report: LoadReport
+    changed: dict[str, None]
+
+    def request(self, plans: PlanCache) -> Request: ...
+
+    def unexpected(self, requests: Sequence[Request]) -> list[str]: ...
+
+    def check(self, unexpected: list[str]) -> None: ...
+
+    def fill(self, exchange: Exchange | None = None) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def incomplete(self, error: Exception) -> LoadIncompleteError: ...
 
 
 @dataclass
@@ -164,7 +185,7 @@ class PreparedLoad:
             check_member(self.options.process_group)
             self.needs = needs_of(source.index, self.plan, self.targets)
         if self.options.verify is not None:
-            _verify_first(source, self.options.verify)
+            verify_first(source, self.options.verify)
         keys = sorted(flat.object_keys() - absent)
         self.objects = {key: source.read_object(key) for key in keys}
         report.seconds += time.perf_counter() - started
@@ -275,7 +296,7 @@ def prepare_load(
     return PreparedLoad(source, wanted, options, ignore, report)
 
 
-def load_together(group: Group, prepare: Callable[[], PreparedLoad], plans: PlanCache | None = None) -> LoadReport:
+def load_together(group: Group, prepare: Callable[[], Prepared], plans: PlanCache | None = None) -> LoadReport:
     """Prepares and checks on all ranks, then loads on all ranks: what one rank refuses changes nothing on any (R4).
 
     Args:
@@ -287,7 +308,7 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad], plans: Plan
         LoadIncompleteError: another rank failed after this one had been filled.
     """
     plans = PlanCache() if plans is None else plans
-    prepared: PreparedLoad | None = None
+    prepared: Prepared | None = None
 
     def begin() -> Request:
         nonlocal prepared
@@ -296,12 +317,14 @@ def load_together(group: Group, prepare: Callable[[], PreparedLoad], plans: Plan
 
     requests = agree(group, "keys", begin)
     assert prepared is not None  # else `agree` has raised
-    ready: PreparedLoad = prepared
+    ready: Prepared = prepared
     unexpected = lead(group, "unexpected", lambda: ready.unexpected(requests or []))
     agree(group, "check", lambda: ready.check(unexpected))
-    if ready.options.check_coverage:
-        _check_coverage(group, ready, plans, [request.offer for request in requests or []])
-    exchange = _plan_exchange(group, ready)
+    exchange: Exchange | None = None
+    if isinstance(ready, PreparedLoad):
+        if ready.options.check_coverage:
+            _check_coverage(group, ready, plans, [request.offer for request in requests or []])
+        exchange = _plan_exchange(group, ready)
     try:
         agree(group, "load", lambda: ready.fill(exchange))
         if exchange is not None:
@@ -349,7 +372,7 @@ def _plan_exchange(group: Group, ready: PreparedLoad) -> Exchange | None:
     return opened
 
 
-def _exchange(ready: PreparedLoad, exchange: Exchange) -> None:
+def _exchange(ready: Prepared, exchange: Exchange) -> None:
     started = time.perf_counter()
     try:
         ready.report.bytes_received = exchange.run(ready.changed.setdefault)
@@ -363,7 +386,12 @@ def _payload(plan: ReadPlan, targets: Sequence[Target]) -> int:
     return int((plan.volumes * itemsizes[plan.request]).sum())
 
 
-def _verify_first(source: Source, level: str) -> None:
+def verify_first(source: Source, level: str) -> None:
+    """Verifies a checkpoint before it is loaded.
+
+    Raises:
+        IntegrityError: something is not what was written.
+    """
     from ckptlib.verification import verify as verify_checkpoint
 
     result = verify_checkpoint(source.url, level=level, save_id=source.save_id, storage_options=source.storage_options)

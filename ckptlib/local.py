@@ -222,7 +222,7 @@ class LocalTier:
             request = prepare()
             held = self.held()
             self._refuse_to_repeat(request, held)
-            size = sum(leaf.nbytes for leaf in request.flat.tensors) + ROOM
+            size = request.content.nbytes + ROOM
             # What is being written has its place already, in part.
             promised = sum(max(0, size - each.nbytes) for each in held if each.pending)
             free = self._free() - promised

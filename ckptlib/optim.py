@@ -132,12 +132,18 @@ def load_named_state(
             for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
         ]
         slots = {numbers[name]: dict(slots) for name, slots in state["state"].items() if name in numbers}
-        optimizer.load_state_dict({"state": slots, "param_groups": numbered_groups})
-        # torch casts moments to the parameter's dtype on load; a state kept in another precision stays exact.
-        for number, stored in slots.items():
-            for slot, value in stored.items():
-                if isinstance(value, torch.Tensor) and optimizer.state[parameters[number]][slot].dtype != value.dtype:
-                    optimizer.state[parameters[number]][slot] = value
+        load_numbered_state(optimizer, {"state": slots, "param_groups": numbered_groups})
+
+
+def load_numbered_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """`load_state_dict`, exactly: torch casts moments to the parameter's dtype; one kept in another precision stays."""
+    optimizer.load_state_dict(dict(state))
+    parameters = _parameters(optimizer)
+    for number, stored in state["state"].items():
+        for slot, value in stored.items():
+            held = optimizer.state[parameters[number]][slot]
+            if isinstance(value, torch.Tensor) and held.dtype != value.dtype:
+                optimizer.state[parameters[number]][slot] = value.to(held.device)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

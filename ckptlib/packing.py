@@ -1,39 +1,40 @@
 """What one rank writes in one save: packed from its state, then written and recorded (W1, W2).
 
 Packing serialises everything but the tensors, and refuses what cannot be saved; writing needs nothing of the training
-process but the package, so it may happen elsewhere and later.
+process but the package, so it may happen elsewhere and later. What a package is made of depends on the format: here
+are the shards of GLOBAL and TORCH_DCP, in `ckptlib.layouts` the whole state dicts of LOCAL and LEGACY.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckptlib import commit
 from ckptlib import storage as st
 from ckptlib.beats import Pulse
 from ckptlib.manifest import Begin, RankRecord
+from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
 from ckptlib.planning import Share
 from ckptlib.safe_pickle import dump_object
 from ckptlib.state import FlatState, TensorLeaf
+from ckptlib.value_digest import value_digest
 from ckptlib.writer import Blob, RankFiles, leaf_part, serialise_objects, write_rank_files
 
 
 @dataclass(frozen=True)
-class Package:
+class Package(ABC):
     """One rank's part of a save.
 
     Attributes:
-        blobs: objects and values, serialised.
-        common: the common state, serialised; on rank 0.
-        tensors: views of the state, or copies of them.
+        tensors: views of the state, or copies of them, in the order in which they are written.
         values_digest: of the values that every rank has (W3).
     """
 
-    blobs: tuple[Blob, ...]
-    common: bytes | None
     tensors: tuple[TensorLeaf, ...]
     values_digest: str
 
@@ -43,28 +44,103 @@ class Package:
         return sum(leaf.nbytes for leaf in self.tensors)
 
     @property
+    @abstractmethod
     def other_nbytes(self) -> int:
         """Bytes of everything else."""
+
+    @abstractmethod
+    def write(self, storage: st.Storage, path: str, save_id: str, rank: int, wrote: Callable[[int], None]) -> RankFiles:
+        """Writes the rank's files, durable, under names that carry the save id (W1).
+
+        Args:
+            wrote: told of bytes as they are handed to the storage.
+
+        Raises:
+            OSError: the storage failed.
+        """
+
+
+class Content(Protocol):
+    """What one rank brings to a save: for the plan, and then for the files."""
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of its tensors; of those that several ranks have, only one writes them."""
+
+    def describe(self) -> LocalPlan:
+        """What the plan has to know of it."""
+
+    def pack(self, share: Share, value_digests: Mapping[str, str], *, leads: bool) -> Package:
+        """This rank's part of the save, by its share of the plan.
+
+        Args:
+            value_digests: of this rank's values, by name.
+            leads: this is rank 0.
+
+        Raises:
+            StateError: an object is not plain data; names its path.
+        """
+
+
+@dataclass(frozen=True)
+class Shards(Package):
+    """Chunks and objects, in a data file of this rank.
+
+    Attributes:
+        blobs: objects and values, serialised.
+        common: the common state, serialised; on rank 0.
+    """
+
+    blobs: tuple[Blob, ...] = ()
+    common: bytes | None = None
+
+    @property
+    def other_nbytes(self) -> int:
+        """Bytes of everything but the tensors."""
         return sum(len(blob.data) for blob in self.blobs) + len(self.common or b"")
 
+    def write(self, storage: st.Storage, path: str, save_id: str, rank: int, wrote: Callable[[int], None]) -> RankFiles:
+        """See `Package.write`."""
+        written = write_rank_files(storage, path, save_id, rank, self.blobs, self.tensors, wrote)
+        if self.common is None:
+            return written
+        return written.with_file(commit.write_common(storage, path, save_id, self.common))
 
-def pack(flat: FlatState, share: Share, value_digests: Mapping[str, str], *, leads: bool) -> Package:
-    """This rank's part of a save, by its share of the plan.
 
-    Args:
-        value_digests: of this rank's values, by name.
-        leads: this is rank 0, which also writes the common state.
+@dataclass(frozen=True)
+class ShardedContent:
+    """Leaves with places in global tensors.
 
-    Raises:
-        StateError: an object is not plain data; names its path.
+    Attributes:
+        with_common: the format keeps the plain values a second time, nested in one common state.
     """
-    mine = share.mine
-    return Package(
-        blobs=tuple(serialise_objects(flat, mine.objects, mine.values)),
-        common=dump_object(flat.common(), "common state") if leads else None,
-        tensors=tuple(leaf_part(flat.tensors[part.piece], part) for part in mine.parts),
-        values_digest=values_digest(value_digests, share.shared_values),
-    )
+
+    flat: FlatState
+    with_common: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return sum(leaf.nbytes for leaf in self.flat.tensors)
+
+    def describe(self) -> LocalPlan:
+        """Metadata of this rank's leaves."""
+        flat = self.flat
+        return LocalPlan(
+            tensors=PieceTable.build([leaf.piece() for leaf in flat.tensors]),
+            objects={leaf.key: leaf.main for leaf in flat.objects},
+            values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value, leaf.key) for leaf in flat.values},
+        )
+
+    def pack(self, share: Share, value_digests: Mapping[str, str], *, leads: bool) -> Package:
+        """See `Content.pack`; rank 0 also writes the common state."""
+        flat, mine = self.flat, share.mine
+        return Shards(
+            blobs=tuple(serialise_objects(flat, mine.objects, mine.values)),
+            common=dump_object(flat.common(), "common state") if leads and self.with_common else None,
+            tensors=tuple(leaf_part(flat.tensors[part.piece], part) for part in mine.parts),
+            values_digest=values_digest(value_digests, share.shared_values),
+        )
 
 
 def write_package(
@@ -80,16 +156,13 @@ def write_package(
     """
     started = time.perf_counter()
     wrote = (lambda nbytes: None) if pulse is None else pulse.wrote
-    written = write_rank_files(storage, path, begin.save_id, rank, package.blobs, package.tensors, wrote)
-    files = written.files
-    if package.common is not None:
-        files += (commit.write_common(storage, path, begin.save_id, package.common),)
+    written = package.write(storage, path, begin.save_id, rank, wrote)
     record = RankRecord(
         save_id=begin.save_id,
         rank=rank,
         world_size=begin.world_size,
         plan_digest=begin.plan_digest,
-        files=files,
+        files=written.files,
         items=written.items(),
         values_digest=package.values_digest,
         seconds=time.perf_counter() - started,

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptlib.coordination import lead, new_group
-from ckptlib.errors import KeyMismatchError, StateError
+from ckptlib.errors import KeyMismatchError, StateError, UnsupportedError
 from ckptlib.fetch import fetch_all
+from ckptlib.layouts.loading import Place, open_own, prepare
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.load_requests import plan_leaves, target_of
-from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
+from ckptlib.loading import LoadReport, Prepared, load_together
 from ckptlib.resume import is_bookkeeping
 from ckptlib.sharding import Box
 from ckptlib.source import Source, open_source
 from ckptlib.state import TensorLeaf, dtype_of
+from ckptlib.topology import Topology
 
 __all__ = ["LoadReport", "load", "read"]
 
@@ -38,6 +40,7 @@ def load(
     process_group: ProcessGroup | None = None,
     check_coverage: bool = True,
     save_id: str | None = None,
+    topology: Topology | None = None,
     timeout: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
@@ -62,11 +65,14 @@ def load(
         check_coverage: what all ranks ask for together has to cover each tensor exactly once, by main replicas; a rank
             that is left out or counted twice is then an error. False: to load parts of what a job would.
         save_id: which save of the directory; None: the newest committed.
+        topology: of this job, for a LOCAL or LEGACY checkpoint, which is loaded where it was saved; None: that of the
+            checkpoint, if it has as many ranks.
         timeout: seconds that a rank waits for another.
 
     Raises:
         NotACheckpointError, UncommittedError: nothing to load.
         KeyMismatchError, ShapeMismatchError, DtypeMismatchError, TilingError: R4; nothing was changed.
+        UnsupportedError: a LOCAL or LEGACY checkpoint of another topology; nothing was changed.
         StateError: the options contradict the state or each other; nothing was changed.
         IntegrityError: bytes are not what was recorded; nothing was changed.
         LoadIncompleteError: reading failed after tensors had changed; names them.
@@ -93,12 +99,13 @@ def load(
 
     pinned = lead(group, "pin", pin)
 
-    def prepare() -> PreparedLoad:
+    def prepare_here() -> Prepared:
         source = opened or open_source(url, save_id=pinned, storage_options=storage_options)
         beside = source.manifest is None or source.manifest.begin.attempt > 0
-        return prepare_load(state, source, options, is_bookkeeping if beside else lambda key: False)
+        own = open_own(source, Place.of(group, topology))
+        return prepare(state, source, options, own, is_bookkeeping if beside else lambda key: False)
 
-    return load_together(group, prepare)
+    return load_together(group, prepare_here)
 
 
 def read(
@@ -116,10 +123,15 @@ def read(
     Raises:
         KeyMismatchError: a key is not in the checkpoint.
         StateError: `keys` is one string.
+        UnsupportedError: a LOCAL or LEGACY checkpoint.
     """
     if isinstance(keys, str):
         raise StateError(f"keys={keys!r}: expected a collection of names, got one string")
     source = open_source(url, save_id=save_id, storage_options=storage_options)
+    if source.format == "torch":
+        raise UnsupportedError(
+            f"{source.url}: whole state dicts of its ranks, without global tensors; load it where it was saved"
+        )
     unknown = [key for key in keys or () if key not in source.index]
     if unknown:
         raise KeyMismatchError(f"{source.url}: no tensor {', '.join(map(repr, unknown[:8]))}", missing=unknown)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from ckptlib import commit, exports, roots
+from ckptlib import commit, exported, exports, roots
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Begin, Kind, Manifest
@@ -22,11 +22,11 @@ READERS = "readers"
 
 _KIND: Kind = "non_persistent_global"
 _EXPORTS = (
-    commit.EXPORT_MARKER,
-    commit.EXPORT_METADATA,
-    commit.EXPORT_INTEGRITY,
-    commit.EXPORT_COMMON,
-    commit.EXPORT_CHECKPOINT,
+    exported.MARKER,
+    exported.METADATA,
+    exported.INTEGRITY,
+    exported.COMMON,
+    exported.CHECKPOINT,
 )
 
 
@@ -43,6 +43,7 @@ def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
         manifest = _manifest(storage, path, save_id)
         others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
         storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
+        storage.remove([st.parent(st.join(path, name)) for name in others])
     names = [entry.name for entry in storage.list(path) if f".{save_id}." in entry.name]  # W1: also of an aborted one
     storage.remove([st.join(path, name) for name in names])
     exports.bury(storage, path, save_id)

@@ -21,13 +21,14 @@ from ckptlib import progress, rng, streams
 from ckptlib.coordination import Group, lead
 from ckptlib.errors import StateError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
+from ckptlib.layouts.loading import OwnExtras, Place, open_own, prepare
 from ckptlib.load_options import LoadOptions
-from ckptlib.loading import LoadReport, PreparedLoad, load_together, prepare_load
+from ckptlib.loading import LoadReport, Prepared, load_together
 from ckptlib.planning import PlanCache
 from ckptlib.recorded_args import check_args
-from ckptlib.resume import RERUN_KEY, StoredExtras, is_bookkeeping
+from ckptlib.resume import StoredExtras, is_bookkeeping
 from ckptlib.source import Source, open_source
-from ckptlib.stored_rng import StoredStreams, stored_streams
+from ckptlib.stored_rng import StoredStreams
 from ckptlib.topology import Topology
 from ckptlib.weights import check_main_params, is_training_state, refresh_main_params, weights_of
 
@@ -137,12 +138,14 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
     extras: _Extras | None = None
     wanted: dict[str, Any] = {}
 
-    def prepare() -> PreparedLoad:
+    def prepare_here() -> Prepared:
         nonlocal extras, wanted
         wanted = request.wanted(state)
         source = open_source(choice.url, save_id=choice.save_id, storage_options=request.storage_options)
+        own = open_own(source, Place.of(request.group, request.topology or Topology(dp=request.group.world_size)))
+        stored = StoredExtras(source) if own is None else OwnExtras(own)
         if request.args is not None:
-            check_args(StoredExtras(source).value("args"), request.args, source.url)
+            check_args(stored.value("args"), request.args, source.url)
         stored_parts = () if source.manifest is None else source.manifest.begin.contents
         is_partial = request.finetune or request.contents is not None
         left_out = {*state, *stored_parts} - {*wanted} if is_partial else set()
@@ -153,11 +156,11 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
                 return True
             return is_bookkeeping(key) or key in left_out or key.startswith(below_left_out)
 
-        prepared = prepare_load(wanted, source, request.options, ignore)
-        extras = _read_extras(request, source)
+        prepared = prepare(wanted, source, request.options, own, ignore)
+        extras = _read_extras(request, source, stored)
         return prepared
 
-    report = load_together(request.group, prepare, request.plans)
+    report = load_together(request.group, prepare_here, request.plans)
     assert extras is not None  # else `load_together` has raised
     state.update(wanted)  # a part that is a plain value is another one now
     refresh_main_params(state, wanted)
@@ -193,21 +196,20 @@ def restore_from(request: RestoreRequest, state: dict[str, Any]) -> Restored:
     )
 
 
-def _read_extras(request: RestoreRequest, source: Source) -> _Extras:
+def _read_extras(request: RestoreRequest, source: Source, stored: StoredExtras | OwnExtras) -> _Extras:
     """What is stored beside the state for this rank."""
-    stored = StoredExtras(source)
     rank, world_size = request.group.rank, request.group.world_size
     begin = None if source.manifest is None else source.manifest.begin
     now = request.topology or Topology(dp=world_size)
     same = begin is not None and (begin.topology or Topology(dp=begin.world_size)) == now
-    found = stored_streams(source, now, rank) if request.with_rng else None
+    found = stored.streams(now, rank) if request.with_rng else None
     return _Extras(
         progress=stored.progress(),
         observed=stored.observed(),
         args=stored.value("args"),
         rng=None if found is None else (found, rng.prepare(found.continuation, request.rng_tracker)),
-        rerun_state=stored.cell(RERUN_KEY, (world_size,), (rank,)) if same else None,
-        rerun_dropped=not same and stored.has_grid(RERUN_KEY),
+        rerun_state=stored.rerun_state(world_size, rank) if same else None,
+        rerun_dropped=not same and stored.has_rerun_state(),
     )
 
 

@@ -9,11 +9,14 @@ from ckptlib import roots
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, NoResumePointError, VersionError
 from ckptlib.events import Notice, NoticeHandler, ResumeChoice, emit
+from ckptlib.layouts import legacy
 from ckptlib.progress import observe
 from ckptlib.rng import KEY as RNG_KEY
 from ckptlib.rng import KEY_BY_RANK
 from ckptlib.sharding import ShardedObject
 from ckptlib.source import Source
+from ckptlib.stored_rng import StoredStreams, stored_streams
+from ckptlib.topology import Topology
 
 __all__ = ["ResumeChoice", "StoredExtras", "choice_of", "is_bookkeeping", "newest_committed", "newest_verifying"]
 
@@ -24,6 +27,9 @@ OWN_KEYS = frozenset({"iteration", "checkpoint_version", "num_floating_point_ope
 
 CONTENT_METADATA = "content_metadata"
 """What Megatron-LM and our integration of it write about the form of the state; no part of it."""
+
+_BESIDE = frozenset({CONTENT_METADATA, RNG_KEY, KEY_BY_RANK, RERUN_KEY, legacy.RERUN})
+"""What else stands beside the parts of a state at the top of a whole state dict."""
 
 _OWN_PREFIXES = (
     "progress.",
@@ -38,7 +44,7 @@ _OWN_PREFIXES = (
 
 def is_bookkeeping(key: str) -> bool:
     """Whether a stored key belongs to a `Checkpointer` or to Megatron's trainer, not to a part of the state."""
-    return key in OWN_KEYS or key == CONTENT_METADATA or key.startswith(_OWN_PREFIXES)
+    return key in OWN_KEYS or key in _BESIDE or key.startswith(_OWN_PREFIXES)
 
 
 def choice_of(found: roots.Found, reason: str) -> ResumeChoice:
@@ -82,12 +88,7 @@ def newest_verifying(
     """
     from ckptlib.verification import verify
 
-    usable = [
-        found
-        for found in roots.scan(storage, root).found
-        if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
-    ]
-    usable.sort(key=lambda found: found.order, reverse=True)
+    usable = sorted(roots.usable(roots.scan(storage, root), at), key=lambda found: found.order, reverse=True)
     rejected = _broken(storage, root, at, usable[0] if usable else None, on_event)
     for found in usable:
         choice = choice_of(found, "newest committed on storage; verified now")
@@ -109,13 +110,17 @@ def newest_verifying(
 def _broken(
     storage: st.Storage, root: str, at: int | None, newest: roots.Found | None, on_event: NoticeHandler | None
 ) -> list[tuple[str, str]]:
-    """What may have been a checkpoint and cannot be used, name and reason; each is reported.
+    """What may have been a checkpoint and cannot be used, name and reason; each is reported, and so is every LOCAL one.
 
     Raises:
         VersionError: one that a newer ckptlib wrote comes after `newest`: it is not broken, we are too old for it.
     """
     broken = []
     for found in roots.scan(storage, root).found:
+        if at is None and found.state == "committed" and found.kind != "release" and found.only_on_request:
+            text = f"{found.url}: every rank's own state (LOCAL), which is only used when its iteration is named"
+            emit(on_event, Notice("resume_candidate_rejected", text))
+            continue
         if found.state not in ("damaged", "foreign-incomplete") or found.kind == "release":
             continue
         if at not in (None, found.iteration):
@@ -160,14 +165,18 @@ class StoredExtras:
         """A plain value at the top of the state."""
         return self._common().get(key)
 
-    def cell(self, key: str, grid: tuple[int, ...], cell: tuple[int, ...]) -> Any:
-        """One cell of a grid of objects."""
-        name = ShardedObject(key, None, grid, cell).unique_key
+    def rerun_state(self, world_size: int, rank: int) -> Any:
+        """A rank's rerun state, saved by as many ranks."""
+        name = ShardedObject(RERUN_KEY, None, (world_size,), (rank,)).unique_key
         return self._source.read_object(name) if self._source.index.has_object(name) else None
 
-    def has_grid(self, key: str) -> bool:
-        """Whether any cell of the grid is stored."""
-        return any(name.startswith(f"{key}/shard_") for name in self._source.index.object_keys)
+    def has_rerun_state(self) -> bool:
+        """Whether any rank's is stored."""
+        return any(name.startswith(f"{RERUN_KEY}/shard_") for name in self._source.index.object_keys)
+
+    def streams(self, now: Topology, rank: int) -> StoredStreams | None:
+        """What the random streams of `rank` continue from; see `stored_rng.stored_streams`."""
+        return stored_streams(self._source, now, rank)
 
     def _common(self) -> Mapping[str, Any]:
         return self._source.read_common()

@@ -350,6 +350,12 @@ def sharded(
     return {KEY: ShardedObject(KEY, [dict(state)], grid, (at.pp, at.tp), replica), KEY_BY_RANK: own}
 
 
+def cell_states(states: Sequence[State], topology: Topology, rank: int) -> list[dict[str, Any]]:
+    """The full list of the (pp, tp) cell of a rank: the states of all its data- and context-parallel ranks."""
+    at = topology.coordinates(rank)
+    return _full_cells(states, topology)[at.pp, at.tp]
+
+
 def _full_cells(states: Sequence[State], topology: Topology) -> dict[tuple[int, int], list[dict[str, Any]]]:
     cells: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for rank, state in enumerate(states):

@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptlib import commit, formats, records
+from ckptlib import commit, exported, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
 from ckptlib.manifest import Kind, Manifest
@@ -111,6 +111,12 @@ class Found:
     save: commit.SaveState | None
     format: str | None
     reason: str = ""
+
+    @property
+    def only_on_request(self) -> bool:
+        """Whether nothing resumes from it that was not told to: releases, and every rank's own state (LOCAL)."""
+        begin = None if self.save is None else self.save.begin
+        return self.kind == "release" or (begin is not None and begin.semantic_type == "LOCAL")
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -318,7 +324,7 @@ def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, ki
 
 def _is_exported(storage: st.Storage, path: str, save_id: str) -> bool:
     """Whether ``checkpoint.json`` speaks of this save: it is written after a commit decision only (W1)."""
-    where = st.join(path, commit.EXPORT_CHECKPOINT)
+    where = st.join(path, exported.CHECKPOINT)
     try:
         return Manifest.decode(storage.get(where), storage.url(where)).begin.save_id == save_id
     except (FileNotFoundError, IntegrityError):
@@ -340,14 +346,19 @@ def _state_of(save: commit.SaveState) -> tuple[FoundState, str]:
 def newest_committed(storage: st.Storage, root: str, *, at: int | None = None) -> Found | None:
     """The newest usable checkpoint of a root by (attempt, iteration), or exactly iteration `at` (R6).
 
-    Non-persistent ones count; releases only when nothing else is there is asked: never by themselves.
+    Non-persistent ones count; releases never do, every rank's own state (LOCAL) only at an iteration that is named.
     """
-    usable = [
+    return max(usable(scan(storage, root), at), key=lambda found: found.order, default=None)
+
+
+def usable(scanned: RootScan, at: int | None) -> list[Found]:
+    """What a run may resume from: of an iteration that is named, also what is `Found.only_on_request`; no releases."""
+    return [
         found
-        for found in scan(storage, root).found
-        if found.state in ("committed", "foreign") and found.kind != "release" and at in (None, found.iteration)
+        for found in scanned.found
+        if found.state in ("committed", "foreign") and found.kind != "release"
+        if (not found.only_on_request if at is None else found.iteration == at)
     ]
-    return max(usable, key=lambda found: found.order, default=None)
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------
@@ -384,7 +395,7 @@ def write_tracker(storage: st.Storage, root: str) -> int | None:
     while True:
         newest: dict[Kind, int] = {}
         for found in sorted(scan(storage, root).found, key=lambda found: found.order):
-            if found.state == "committed" and found.kind in TRACKED_KINDS:
+            if found.state == "committed" and found.kind in TRACKED_KINDS and not found.only_on_request:
                 newest[found.kind] = found.iteration
         stale = [kind for kind, i in newest.items() if read_tracker(storage, _tracker_directory(root, kind)) != str(i)]
         if not stale or tracker_mode(storage, root) == "verified":

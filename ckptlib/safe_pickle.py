@@ -101,13 +101,13 @@ def dump_object(value: Any, where: str) -> bytes:
         RuntimeError,
         NotImplementedError,
     ) as error:
-        raise StateError(f"{where}: a {_type_name(value)} cannot be saved: {error}") from error
+        raise StateError(f"{where}: a {type_name(value)} cannot be saved: {error}") from error
     data = out.getvalue()
     try:
         check_object(data, where)
     except CkptError as error:
         raise StateError(
-            f"{where}: a {_type_name(value)} cannot be saved, because no reader would load it: {error}. Checkpoints "
+            f"{where}: a {type_name(value)} cannot be saved, because no reader would load it: {error}. Checkpoints "
             "hold plain data only: turn objects of your own into dicts (to_dict, state_dict) before saving."
         ) from error
     return data
@@ -130,7 +130,8 @@ def _interpret(data: bytes, layout: archive.Layout, where: str, storages: Storag
     return load_pickle(memoryview(data)[record.offset : record.offset + record.size], where, storages.load)
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The name of a value's type, for people."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 

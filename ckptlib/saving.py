@@ -28,11 +28,9 @@ from ckptlib.errors import (
     StateError,
 )
 from ckptlib.manifest import Begin, Decision
-from ckptlib.packing import pack, write_package
-from ckptlib.pieces import LocalPlan, PieceTable
+from ckptlib.packing import Content, Package, write_package
+from ckptlib.pieces import LocalPlan
 from ckptlib.planning import Offer, PlanCache, Share
-from ckptlib.state import FlatState
-from ckptlib.value_digest import value_digest
 
 log = logging.getLogger("ckptlib")
 
@@ -67,7 +65,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be saved and where; the same on every rank, except for `flat`.
+    """What is to be saved and where; the same on every rank, except for `content`.
 
     Attributes:
         begin: everything but save id, world size, plan digest and `replaces`, which the save fills in. Pieces of a set
@@ -83,7 +81,7 @@ class SaveRequest:
     storage: st.Storage
     path: str
     begin: Begin
-    flat: FlatState
+    content: Content
     on_exists: str = "error"
     newest_attempt: Callable[[], int] | None = None
     failed: Sequence[BackgroundSaveError] = ()
@@ -93,15 +91,6 @@ class SaveRequest:
     def __post_init__(self) -> None:
         if self.on_exists not in ("error", "replace"):
             raise StateError(f"on_exists={self.on_exists!r}: expected 'error' or 'replace'")
-
-
-def describe(flat: FlatState) -> LocalPlan:
-    """Metadata of this rank's leaves."""
-    return LocalPlan(
-        tensors=PieceTable.build([leaf.piece() for leaf in flat.tensors]),
-        objects={leaf.key: leaf.main for leaf in flat.objects},
-        values={leaf.key: "" if leaf.of_rank else value_digest(leaf.value, leaf.key) for leaf in flat.values},
-    )
 
 
 @dataclass(frozen=True)
@@ -116,6 +105,14 @@ class Begun:
     begin: Begin
     share: Share
     value_digests: Mapping[str, str]
+
+    def pack(self, rank: int) -> Package:
+        """What this rank writes.
+
+        Raises:
+            StateError: an object cannot be saved.
+        """
+        return self.request.content.pack(self.share, self.value_digests, leads=rank == 0)
 
 
 def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache) -> Begun:
@@ -135,7 +132,7 @@ def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: Plan
     def offer() -> _Answer:
         nonlocal prepared
         request = prepare()
-        local = describe(request.flat)
+        local = request.content.describe()
         prepared = request, local
         return plans.offer(local), _place(request), tuple(request.failed)
 
@@ -175,7 +172,7 @@ def run_save(
     request, begin = begun.request, begun.begin
     clock.mark("plan")
     try:
-        written = agree(group, "write", lambda: _write(request, begin, begun.share, group.rank, begun.value_digests))
+        written = agree(group, "write", lambda: _write(begun, group.rank))
         clock.mark("write")
         decision = lead(group, "commit", lambda: _commit(request, begin))
     except BaseException as error:
@@ -301,12 +298,11 @@ def _same_attempt(save: commit.SaveState, begin: Begin) -> bool:
     return save.begin is not None and save.begin.attempt == begin.attempt
 
 
-def _write(
-    request: SaveRequest, begin: Begin, share: Share, rank: int, value_digests: Mapping[str, str]
-) -> tuple[int, int]:
+def _write(begun: Begun, rank: int) -> tuple[int, int]:
     """One rank's part: serialise, write, record. Returns bytes and number of data files."""
     # Everything that can be refused is refused before the first byte.
-    package = pack(request.flat, share, value_digests, leads=rank == 0)
+    request, begin = begun.request, begun.begin
+    package = begun.pack(rank)
     total = package.nbytes + package.other_nbytes
     pulse = Pulse(request.storage, request.path, begin, rank, total, at_once=False)
     try:
@@ -314,7 +310,7 @@ def _write(
         written = write_package(request.storage, request.path, begin, rank, package, pulse)
     finally:
         pulse.stop()
-    return written.nbytes, len(written.files)
+    return written.nbytes, written.count
 
 
 def _commit(request: SaveRequest, begin: Begin) -> Decision:

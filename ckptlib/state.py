@@ -239,8 +239,8 @@ class _Walker:
                 for i, inner in enumerate(items):
                     self._walk((*path, i), inner, _item_setter(items, i))
                 if isinstance(value, tuple):
-                    self._flat.finishers.append(functools.partial(_put_tuple, value, items, assign))
-            case _ if _is_stateful(value):
+                    self._flat.finishers.append(functools.partial(put_tuple, value, items, assign))
+            case _ if is_stateful(value):
                 stateful: Any = value
                 if self._stored is not None and hasattr(stateful, "state_to_load"):
                     inner = stateful.state_to_load(self._stored, dotted(path))
@@ -364,7 +364,7 @@ def _holds_placed(value: Any) -> bool:
         case list() | tuple():
             return any(map(_holds_placed, value))
         case _:
-            return _is_stateful(value)
+            return is_stateful(value)
 
 
 def _is_text(name: str) -> bool:
@@ -375,7 +375,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _is_stateful(value: Any) -> bool:
+def is_stateful(value: Any) -> bool:
     """What torch calls Stateful: saved through `state_dict`, restored through `load_state_dict`.
 
     One whose state depends on what is stored has ``state_to_load(stored, prefix)`` too: an `optim.StoredState`, and its
@@ -424,7 +424,7 @@ def _item_setter(container: Any, name: str | int) -> Callable[[Any], None]:
     return assign
 
 
-def _put_tuple(old: tuple[Any, ...], items: list[Any], assign: Callable[[Any], None]) -> None:
+def put_tuple(old: tuple[Any, ...], items: list[Any], assign: Callable[[Any], None]) -> None:
     """A tuple cannot be filled in place: where a plain value in it changed, a new one takes its place."""
     if any(one is not other for one, other in zip(old, items, strict=True)):
         make = getattr(old, "_make", tuple)  # named tuples

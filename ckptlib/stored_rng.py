@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,49 @@ def stored_streams(source: Source, now: Topology, rank: int) -> StoredStreams | 
             return by_rank.streams(now, rank)
     grid = _Grid(source)
     return grid.streams(now, rank) if grid.exists() else None
+
+
+def streams_of_rank(state: Any, now: Topology, rank: int, where: str) -> StoredStreams:
+    """What a rank continues from that has its own state: all of it.
+
+    Raises:
+        RngStateError: it is no RNG state.
+    """
+    own = _checked(state, where)
+    plan = rng.Continuation(
+        default=own,
+        tracker=dict(rng.tracker_tensors(own)),
+        seed=lambda stream: streams.seed_of(rng.digest(own), stream, now, rank),
+    )
+    return StoredStreams(plan)
+
+
+def streams_of_entries(entries: Sequence[Any], now: Topology, rank: int, writer: int, where: str) -> StoredStreams:
+    """What a rank continues from among the entries of Megatron's list for its (tp, pp, ep) place.
+
+    Args:
+        writer: the rank that wrote them; of one entry, the rank whose state it is.
+
+    Raises:
+        RngStateError: they are no RNG states.
+    """
+    states = [_checked(entry, where) for entry in entries]
+
+    def origin(stream: str) -> Mapping[str, Any] | None:
+        if len(states) > 1:
+            cell = streams.cell_of(stream, (now.pp, now.tp), len(states), now, rank)
+            return None if cell is None else states[cell.entry]
+        other_expert = stream == streams.EXPERT_PARALLEL and (
+            streams.place_of(stream, now, writer) != streams.place_of(stream, now, rank)
+        )
+        return None if other_expert else states[0]
+
+    plan = rng.Continuation(
+        default=origin(streams.DEFAULT),
+        tracker=_tracker(states[0], origin),
+        seed=lambda stream: streams.seed_of(rng.digest(states[0]), stream, now, rank),
+    )
+    return StoredStreams(plan, shared=len(states) == 1 and now.dp * now.cp > 1)
 
 
 class _ByRank:

@@ -10,13 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptlib import commit, exports, formats, records
+from ckptlib import commit, exported, exports, formats, records
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, VersionError
 from ckptlib.index import ItemIndex
 from ckptlib.inspection import list_files
 from ckptlib.manifest import Decision, FileEntry, Manifest
 from ckptlib.safe_pickle import check_object, load_metadata
+from ckptlib.torch_file import TorchFile
 from ckptlib.verify_files import Expected, FileCheck, FileChecker, Findings, check_bytes, damaged, read_small
 from ckptlib.verify_items import check_items, tiling_defects
 
@@ -75,7 +76,7 @@ def verify_save(
     exports: set[str] = set()
     if manifest is None:
         found.defects.append(
-            f"save {save_id}: neither {directory}/{commit.MANIFEST} nor {commit.EXPORT_CHECKPOINT} is what was "
+            f"save {save_id}: neither {directory}/{commit.MANIFEST} nor {exported.CHECKPOINT} is what was "
             "committed, so what the other files should be is not known from here"
         )
     else:
@@ -108,9 +109,9 @@ def _was_committed(storage: st.Storage, path: str, save_id: str) -> bool:
         return storage.stat(st.join(commit.save_dir(path, save_id), commit.MANIFEST)) is not None
     if decision is not None:
         return decision.outcome == "commit"
-    exported = read_small(storage, path, commit.EXPORT_CHECKPOINT)
+    shown = read_small(storage, path, exported.CHECKPOINT)
     try:
-        return not isinstance(exported, FileCheck) and Manifest.decode(exported, "").begin.save_id == save_id
+        return not isinstance(shown, FileCheck) and Manifest.decode(shown, "").begin.save_id == save_id
     except IntegrityError:
         return False
 
@@ -143,7 +144,7 @@ def _check_manifest(
     name = f"{commit.CONTROL}/{save_id}/{commit.MANIFEST}"
     own = read_small(storage, path, name)
     trusted, manifest = b"", None
-    for data in (own, read_small(storage, path, commit.EXPORT_CHECKPOINT)):
+    for data in (own, read_small(storage, path, exported.CHECKPOINT)):
         if isinstance(data, FileCheck):
             continue
         digest = hashlib.sha256(data).hexdigest()
@@ -191,7 +192,7 @@ def _files(manifest: Manifest, found: Findings) -> dict[str, Expected]:
 def _exports(manifest: Manifest, manifest_bytes: bytes) -> dict[str, Expected]:
     """What foreign readers should find beside the save (W5)."""
     integrity = exports.integrity_bytes(manifest)
-    derived = {commit.EXPORT_CHECKPOINT: manifest_bytes, commit.EXPORT_INTEGRITY: integrity}
+    derived = {exported.CHECKPOINT: manifest_bytes, exported.INTEGRITY: integrity}
     want = {name: Expected(len(data), hashlib.sha256(data).hexdigest(), "writer") for name, data in derived.items()}
     return want | {name: Expected(size, sha256, "writer") for name, (size, sha256) in manifest.exports.items()}
 
@@ -235,6 +236,9 @@ def _check_content(storage: st.Storage, path: str, manifest: Manifest, checker: 
     if index is None:
         return
     found.defects.extend(tiling_defects(index))
+    if manifest.begin.format == "torch":
+        _check_own_files(storage, path, manifest, found)
+        return
     sizes = {entry.path: entry.size for entry in manifest.files_of("data")}
     found.defects.extend(
         f"{name}: the index names it, the manifest does not" for name in set(index.files) - sizes.keys()
@@ -245,6 +249,16 @@ def _check_content(storage: st.Storage, path: str, manifest: Manifest, checker: 
     found.defects.extend(items.contradictions)
     for name, damage in items.damage.items():
         found.checks[name] = replace(found.checks[name], verdict="digest", detail=damage)
+
+
+def _check_own_files(storage: st.Storage, path: str, manifest: Manifest, found: Findings) -> None:
+    """Whole state dicts: are they containers, and is what their pickles say plain data of the sizes that are there?"""
+    for entry in manifest.files_of("data"):
+        if found.checks.get(entry.path, FileCheck("missing")).verdict == "ok":
+            try:
+                TorchFile(storage, st.join(path, entry.path), entry.size).check()
+            except CkptError as error:
+                found.checks[entry.path] = replace(found.checks[entry.path], verdict="digest", detail=str(error))
 
 
 def _parse(entry: FileEntry, data: bytes) -> ItemIndex | None:

@@ -43,6 +43,15 @@ class RankFiles:
         """Bytes of all files."""
         return sum(entry.size for entry in self.files)
 
+    @property
+    def count(self) -> int:
+        """Number of data files."""
+        return sum(entry.role == "data" for entry in self.files)
+
+    def with_file(self, entry: FileEntry) -> RankFiles:
+        """With one more file, which holds no items."""
+        return replace(self, files=(*self.files, entry))
+
     def items(self) -> str:
         """The items, for the rank's record."""
         return ItemIndex.build(self.chunks, self.objects, self.repeated).to_record()
@@ -142,6 +151,13 @@ def write_rank_files(
     return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects), repeated)
 
 
+def write_payload(stream: st.WriteStream, payload: memoryview, wrote: Callable[[int], None]) -> None:
+    """Writes the elements of a tensor, and tells of every piece of `TOLD_BYTES`."""
+    for start in range(0, len(payload), TOLD_BYTES):
+        stream.write(payload[start : start + TOLD_BYTES])
+        wrote(min(TOLD_BYTES, len(payload) - start))
+
+
 def _write_tensor(
     stream: st.WriteStream, leaf: TensorLeaf, name: str, offset: int, wrote: Callable[[int], None]
 ) -> ChunkItem:
@@ -149,9 +165,7 @@ def _write_tensor(
     form = template(dtype_of(leaf.dtype), leaf.box.shape)
     crc32 = isal_zlib.crc32(payload)
     stream.write(form.head)
-    for start in range(0, len(payload), TOLD_BYTES):
-        stream.write(payload[start : start + TOLD_BYTES])
-        wrote(min(TOLD_BYTES, len(payload) - start))
+    write_payload(stream, payload, wrote)
     stream.write(form.tail_with(crc32))
     location = Location(name, offset, form.length, offset + len(form.head), form.payload, crc32)
     return ChunkItem(leaf.key, leaf.dtype, leaf.global_shape, leaf.box, location)

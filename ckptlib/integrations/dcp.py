@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptlib import commit, exports
+from ckptlib import commit, exported, exports
 from ckptlib import storage as st
 from ckptlib.errors import (
     CheckpointExistsError,
@@ -289,7 +289,7 @@ class CkptReader(StorageReader):
         """
         source = self._opened()
         entries = () if source.manifest is None else source.manifest.files_of("metadata")
-        name = entries[0].path if entries else commit.EXPORT_METADATA
+        name = entries[0].path if entries else exported.METADATA
         data = source.storage.get(st.join(source.path, name))
         if entries and hashlib.sha256(data).hexdigest() != entries[0].sha256:
             raise IntegrityError(f"{source.url}/{name}: damaged: its SHA-256 is not the manifest's {entries[0].sha256}")

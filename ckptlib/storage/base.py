@@ -68,6 +68,10 @@ class WriteStream(Protocol):
         """Gives up; removes what it can. Never raises."""
 
 
+COMPARE_BYTES = 8 * 1024 * 1024
+"""Bytes of each file that are compared at a time."""
+
+
 class Storage(Protocol):
     """A filesystem, as the protocol needs it. Errors: `FileNotFoundError`, `FileExistsError`, `PermissionError`,
     other `OSError` with the path."""
@@ -86,6 +90,15 @@ class Storage(Protocol):
 
     def create(self, path: str, data: bytes) -> None:
         """Writes a small file atomically if, and only if, the name is free."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Makes a file have the content of another, however large: all or nothing, replacing an older one, durable.
+
+        Where the filesystem can, both names share the bytes. Neither file is ever changed in place by anybody.
+        """
+
+    def same_content(self, one: str, other: str) -> bool:
+        """Whether both files exist and hold the same bytes; told without reading them where they are shared."""
 
     def get(self, path: str) -> bytes:
         """The whole content of a small file."""
@@ -110,6 +123,24 @@ class Storage(Protocol):
 
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+def equal_bytes(storage: Storage, one: str, other: str) -> bool:
+    """`Storage.same_content` by reading both files, block by block."""
+    size = storage.stat(one)
+    if size is None or storage.stat(other) != size:
+        return False
+    left, right = (memoryview(bytearray(min(size, COMPARE_BYTES))) for _ in range(2))
+    for start in range(0, size, COMPARE_BYTES):
+        length = min(COMPARE_BYTES, size - start)
+        try:
+            storage.read_into(one, [(start, left[:length])])
+            storage.read_into(other, [(start, right[:length])])
+        except FileNotFoundError:
+            return False
+        if left[:length] != right[:length]:
+            return False
+    return True
 
 
 def ranges_of_rows(offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> list[Range]:

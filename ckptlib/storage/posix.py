@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import stat as stat_module
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +75,32 @@ class PosixStorage:
         finally:
             _unlink_quietly(temporary)
         sync_directory(base.parent(path))
+
+    def copy(self, source: str, target: str) -> None:
+        """A hard link under a temporary name, renamed; where there are no links, or no more of them, a copy."""
+        directory = base.parent(target)
+        make_directory(directory)
+        temporary = base.join(directory, f".{base.basename(target)}.{uuid.uuid4().hex}.tmp")
+        try:
+            try:
+                os.link(source, temporary)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _copy_file(source, temporary)
+            os.replace(temporary, target)
+        finally:
+            _unlink_quietly(temporary)  # a rename onto another name of the same file leaves both
+        sync_directory(directory)
+
+    def same_content(self, one: str, other: str) -> bool:
+        """Two names of one file are the same; others are compared."""
+        try:
+            if os.path.samefile(one, other):
+                return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return base.equal_bytes(self, one, other)
 
     def get(self, path: str) -> bytes:
         """Reads a small file."""
@@ -167,6 +194,18 @@ class PosixStorage:
             _unlink_quietly(temporary)
             raise
         return temporary
+
+
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What filesystems answer that have no hard links, or no more of them for this file."""
+
+
+def _copy_file(source: str, target: str) -> None:
+    """A durable copy, made inside the kernel."""
+    with _naming(target):
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
 
 
 class PosixWriteStream:

@@ -124,7 +124,7 @@ def writes_the_marker_first() -> AbstractContextManager[Any]:
 def never_looks_back() -> AbstractContextManager[Any]:
     """An exporter that was overtaken leaves its last write where it is."""
     once = exports._roll_forward_once
-    return mock.patch.object(exports, "_roll_forward_once", lambda *args: (once(*args)[0], True))
+    return mock.patch.object(exports, "_roll_forward_once", lambda *args: (once(*args)[0], True, frozenset()))
 
 
 def buries_before_it_commits() -> AbstractContextManager[Any]:

@@ -1,0 +1,86 @@
+"""One `torch.save` file per writer, of its whole own state (LOCAL, LEGACY)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptlib import storage as st
+from ckptlib.errors import StateError
+from ckptlib.exported import own_file_name
+from ckptlib.layouts.own_state import capture
+from ckptlib.manifest import FileEntry
+from ckptlib.packing import Package
+from ckptlib.pieces import LocalPlan, PieceTable
+from ckptlib.plan import values_digest
+from ckptlib.planning import Share
+from ckptlib.state import leaf_bytes
+from ckptlib.torch_file import Skeleton, skeleton
+from ckptlib.writer import RankFiles
+
+
+@dataclass(frozen=True)
+class OwnFile(Package):
+    """A rank's own state in one file; None: this rank writes nothing."""
+
+    skeleton: Skeleton | None = None
+
+    @property
+    def other_nbytes(self) -> int:
+        """Bytes of everything but the tensors."""
+        return 0 if self.skeleton is None else sum(map(len, self.skeleton.segments))
+
+    def write(self, storage: st.Storage, path: str, save_id: str, rank: int, wrote: Callable[[int], None]) -> RankFiles:
+        """See `Package.write`."""
+        if self.skeleton is None:
+            return RankFiles((), (), ())
+        name = own_file_name(rank, save_id)
+        stream = storage.open_write(st.join(path, name))
+        try:
+            self.skeleton.write(stream, (leaf_bytes(leaf.tensor) for leaf in self.tensors), wrote)
+            written = stream.finish()
+        except BaseException:
+            stream.abort()
+            raise
+        return RankFiles((FileEntry(name, written.size, written.sha256),), (), ())
+
+
+@dataclass(frozen=True)
+class OwnContent:
+    """A package that depends on no other rank: there is nothing to plan, to tile or to agree on."""
+
+    package: OwnFile
+
+    @property
+    def nbytes(self) -> int:
+        """See `Content.nbytes`."""
+        return self.package.nbytes
+
+    def describe(self) -> LocalPlan:
+        """Nothing."""
+        return LocalPlan(PieceTable.build([]), {}, {})
+
+    def pack(self, share: Share, value_digests: Mapping[str, str], *, leads: bool) -> Package:
+        """The package. Its plain values are as they were when it was made."""
+        return self.package
+
+
+def own_content(tree: Mapping[str, Any] | None) -> OwnContent:
+    """The content of a rank that writes its own state; of one that writes nothing: None.
+
+    Raises:
+        StateError: something in it cannot be saved.
+        UnsupportedError: a part keeps what it has outside its state dict.
+    """
+    nothing = values_digest({}, ())
+    if tree is None:
+        return OwnContent(OwnFile((), nothing))
+    own = capture(tree)
+    form, order = skeleton(own.tree, "state")
+    unknown = [storage for storage in order if storage not in own.tensors]
+    if unknown:
+        raise StateError(
+            "state: a tensor lies inside an object that is no dict, list or tuple. Turn that object into one of these."
+        )
+    return OwnContent(OwnFile(tuple(own.tensors[storage] for storage in order), nothing, form))
