@@ -6,7 +6,9 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -434,6 +436,38 @@ def test_a_piece_that_fails_in_the_background_is_told_on_every_rank_at_the_next_
             assert f"rank 1: the save of iteration {iteration}" in text
             assert "disk full" in text
     assert {tuple(pieces(root, shm, rank)) for rank in range(3)} == {(10, 60)}
+
+
+def train_until_killed(rank: int, root: str, shm: str, io_mode: Any, victim: int, delay: float) -> None:
+    """Goes on from what is there, which must not be older than what every rank had saved before."""
+    checkpointer = job(root, shm, io_mode=io_mode, settle_wait=20.0)
+    saved = [Path(f"{root}-saved-{each}") for each in range(3)]
+    common = min(int(path.read_text()) if path.exists() else 0 for path in saved)
+    target = state(rank)
+    restored = checkpointer.restore(target, missing="start")
+    assert restored.iteration >= common, f"{restored.iteration} after {common}: {restored.reason}"
+    if restored.found:
+        assert_is(target, rank, restored.iteration)
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for iteration in range(restored.iteration + 10, restored.iteration + 10_000, 10):
+        save(checkpointer, iteration, rank=rank)
+        saved[rank].write_text(str(iteration))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("io_mode", ["sync", "async"])
+def test_p21_ranks_that_are_killed_at_any_moment_lose_nothing_that_all_had_saved(
+    root: str, shm: str, io_mode: str
+) -> None:
+    """One rank is killed while all save without a pause, the others a moment later; the workers live on."""
+    rng = random.Random(4)
+    for attempt in range(12):
+        outcomes = try_ranks(
+            3, train_until_killed, root, shm, io_mode, attempt % 3, 0.2 + rng.random(), wait_for=1, timeout=60
+        )
+        assert [outcome.text for outcome in outcomes if outcome.error is not None] == []
+    assert Path(f"{root}-saved-0").exists()
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
