@@ -151,7 +151,7 @@ class Checkpointer:
         self._io_mode: IoMode = io_mode
         target = Target(self.root, storage_options, single_writer, tracker == "committed")
         self._background = BackgroundSaves(background or AsyncOptions(), target)
-        self._check_combination(self._semantic_type, self._format, io_mode)
+        self._check_combination(self._semantic_type, self._format, io_mode, self._storage)
         self._parent: str | None = None
         self._plans = PlanCache()
         self._local_plans = PlanCache()
@@ -242,7 +242,7 @@ class Checkpointer:
         )
         self._group.next_round()
         chosen, refused = lead(self._group, "resume", lambda: self._choose_or_refuse(at))
-        local = self._choose_local(at, None if chosen is None else chosen[0])
+        local = self._choose_local(at, None if chosen is None else chosen[0], options)
         if local.set is None and refused is not None:
             raise refused
         if chosen is None and local.set is None:
@@ -285,13 +285,13 @@ class Checkpointer:
             return contextlib.nullcontext()
         return removal.pinned(self._storage, self._root, self.attempt, choice.save_id)
 
-    def _choose_local(self, at: int | None, otherwise: resume.ResumeChoice | None) -> Chosen:
+    def _choose_local(self, at: int | None, otherwise: resume.ResumeChoice | None, options: LoadOptions) -> Chosen:
         """The local checkpoints that are newer than what the run would resume from otherwise. Collective."""
         if self._local is None:
             return Chosen(None)
         self._background.drain(self._timeout)  # what is in flight may be the newest, and may remove older pieces
         order = None if otherwise is None else roots.order_of(otherwise.save_id, otherwise.iteration)
-        chosen = self._local.choose(self._group, at, order)
+        chosen = self._local.choose(self._group, at, order, parts_only=options.by_tensor)
         if chosen.set is None and chosen.reason and self._group.rank == 0:
             emit(self._on_event, Notice("local_checkpoints_unused", chosen.reason))
         return chosen
@@ -300,7 +300,7 @@ class Checkpointer:
         """Each rank from its own piece: to itself a world of one, and what one rank refuses changes nothing on any."""
         assert self._local is not None  # else there is no choice
         assert chosen.set is not None
-        options = replace(request.options, verify=None, load_parallelism=None, process_group=None, check_coverage=False)
+        options = replace(request.options, verify=None, load_parallelism=None, process_group=None)
         piece = replace(
             request,
             choice=self._local.choice(chosen.set, chosen.reason),
@@ -400,12 +400,14 @@ class Checkpointer:
         mode = self._io_mode if io_mode is None else io_mode
         meaning = self._semantic_type if semantic_type is None else semantic_type
         format_: Format = self._format if semantic_type is None else FORMAT_OF.get(semantic_type, self._format)
-        self._check_combination(meaning, format_, mode)
+        local = self._local if kind == "non_persistent_local" else None
+        if local is not None:
+            if semantic_type not in (None, "LOCAL"):
+                raise UnsupportedError(f"kind {kind!r} is every rank's own state (LOCAL), not {semantic_type}")
+            meaning, format_ = "LOCAL", "torch"
+        self._check_combination(meaning, format_, mode, self._storage if local is None else local.storage)
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
-        local = self._local if kind == "non_persistent_local" else None
-        if local is not None:  # a world of one on each host
-            meaning, format_ = "GLOBAL", "torch_dist"
         every_rng = self._every_rng_state and local is None
         all_rng = self._all_rng_states() if with_rng and every_rng else None
         writer = writes(meaning, self.topology, self._group.rank, self._group.world_size)
@@ -637,9 +639,11 @@ class Checkpointer:
     def _announce(self) -> None:
         self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)
 
-    def _check_combination(self, semantic_type: SemanticType, format: Format, io_mode: IoMode) -> None:
+    def _check_combination(
+        self, semantic_type: SemanticType, format: Format, io_mode: IoMode, storage: st.Storage
+    ) -> None:
         worker = self._background.options.worker
-        check(semantic_type, format, io_mode, storage=self._storage.capabilities, worker=worker)
+        check(semantic_type, format, io_mode, storage=storage.capabilities, worker=worker)
         check_topology(semantic_type, self.topology, self._group.world_size)
 
     def _check_open(self) -> None:

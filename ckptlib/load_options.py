@@ -73,6 +73,11 @@ class LoadOptions:
             raise StateError(f"rename={self.rename!r}: expected a mapping or a function from state key to stored key")
 
     @property
+    def by_tensor(self) -> bool:
+        """Whether single tensors are chosen or changed: what a whole state dict (LOCAL, LEGACY) cannot do."""
+        return bool(self.keys is not None or self.rename is not None or self.cast or self.load_main_params)
+
+    @property
     def renames(self) -> Renames:
         """`rename`, to be called."""
         return Renames(self.rename)

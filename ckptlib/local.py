@@ -325,14 +325,21 @@ class LocalTier:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def choose(self, group: Group, at: int | None, newer_than: tuple[int, int] | None) -> Chosen:
+    def choose(
+        self, group: Group, at: int | None, newer_than: tuple[int, int] | None, *, parts_only: bool = False
+    ) -> Chosen:
         """The newest set that every rank has and has read back now. Collective.
 
         Args:
             at: exactly this iteration (R6).
             newer_than: (attempt, iteration) of the checkpoint that the run would resume from otherwise.
+            parts_only: not all of a checkpoint is wanted, or not as it is: then it is none of these.
         """
         holdings = agree(group, "local pieces", self.held) or []
+        if parts_only:
+            best = lead(group, "local choice", lambda: self._pick(holdings, at, newer_than, {})).set
+            what = f"of iteration {best.iteration} is loaded as it is, not tensor by tensor" if best else ""
+            return Chosen(None, f"the local checkpoint {what}" if best else "")
         rejected: dict[str, str] = {}
         while True:
             step = len(rejected)

@@ -18,9 +18,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckptlib
-from ckptlib import Checkpointer, LocalOptions, Topology, commit, local, roots
+from ckptlib import Checkpointer, LocalOptions, ShardedTensor, Topology, commit, local, roots
 from ckptlib.background_saves import AsyncOptions
 from ckptlib.errors import (
     BackgroundSaveError,
@@ -62,9 +63,15 @@ def job(root: str, shm: str, *, keep: int = 1, **options: Any) -> Checkpointer:
 
 
 def state(rank: int = 0, iteration: int = 0) -> dict[str, Any]:
-    """What differs between ranks; and something that lies transposed in memory."""
+    """What differs between ranks, shards of a tensor, and something that lies transposed in memory."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shard = ShardedTensor.from_rank_offsets("shard", torch.full((2,), float(iteration)), (0, rank, world))
     return {
-        "model": {"w": torch.full((64,), iteration + rank / 16), "t": torch.arange(6.0).reshape(2, 3).T + rank},
+        "model": {
+            "w": torch.full((64,), iteration + rank / 16),
+            "t": torch.arange(6.0).reshape(2, 3).T + rank,
+            "shard": shard,
+        },
         "optimizer": {"step": iteration, "name": f"rank {rank}"},
     }
 
@@ -73,6 +80,7 @@ def assert_is(found: dict[str, Any], rank: int, iteration: int) -> None:
     want = state(rank, iteration)
     assert torch.equal(found["model"]["w"], want["model"]["w"])
     assert torch.equal(found["model"]["t"], want["model"]["t"])
+    assert torch.equal(found["model"]["shard"].data, want["model"]["shard"].data)
     assert found["optimizer"] == want["optimizer"]
 
 
@@ -479,7 +487,7 @@ def test_pieces_are_complete_checkpoints_of_their_own(root: str, shm: str) -> No
     assert ckptlib.verify(url).ok
     manifest = ckptlib.inspect(url).manifest
     assert manifest is not None
-    assert manifest.begin.kind == LOCAL
+    assert (manifest.begin.kind, manifest.begin.semantic_type, manifest.begin.format) == (LOCAL, "LOCAL", "torch")
     assert manifest.begin.piece is not None
     assert (manifest.begin.piece.rank, manifest.begin.piece.world_size) == (0, 1)
 
@@ -566,6 +574,22 @@ def test_w8_an_older_attempt_saves_no_more_pieces(root: str, shm: str) -> None:
     with pytest.raises(FencedError, match="attempt 2"):
         save(first, 20)
     assert pieces(root, shm) == [10]
+
+
+def test_what_asks_for_single_tensors_is_read_from_what_all_can_read(root: str, shm: str) -> None:
+    checkpointer = job(root, shm)
+    save(checkpointer, 10, kind="persistent")
+    save(checkpointer, 20)
+    restored = job(root, shm).restore(state(), keys=["model.w"])
+    assert restored.iteration == 10
+    assert "local checkpoint of iteration 20 is loaded as it is, not tensor by tensor" in restored.reason
+    with pytest.raises(NoResumePointError, match=r"iteration 20.*not tensor by tensor"):
+        job(root, shm).restore(state(), keys=["model.w"], at=20)
+
+
+def test_a_local_checkpoint_has_one_meaning(root: str, shm: str) -> None:
+    with pytest.raises(UnsupportedError, match="every rank's own state"):
+        save(job(root, shm), 10, semantic_type="GLOBAL")
 
 
 def test_local_saves_move_no_tracker_and_are_told_to_no_catalog(root: str, shm: str) -> None:
