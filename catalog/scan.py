@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from catalog import foreign
+from catalog import foreign, in_flight
 from catalog.catalog import Catalog
 from catalog.entries import FOREIGN_PREFIX, NewCheckpoint, from_commit
 from catalog.rows import CheckpointRow
@@ -227,7 +227,8 @@ def _add_found(
             missing = commit.read_records(storage, one.path, begin).missing
             if missing:
                 reason = f"{len(missing)} of {begin.world_size} ranks have not finished"
-                lists["incomplete"].append(replace(item, reason=reason))
+                writing = in_flight.look(storage, one.path, plan.run or "", begin)
+                lists["incomplete"].append(replace(item, reason=f"{writing}; {reason}" if writing.alive else reason))
             else:
                 lists["decide"].append(replace(item, reason="every rank finished, nobody decided"))
             continue

@@ -139,6 +139,7 @@ class InFlight:
         written, total: bytes. Ranks of which nothing is known yet are taken to write as much as the others.
         recorded: ranks whose part is durable and recorded.
         seen_at: the latest beat, in seconds since the epoch by the writer's clock; None: there was none.
+        interval: seconds between two beats of a rank.
     """
 
     written: int
@@ -146,6 +147,7 @@ class InFlight:
     recorded: int
     world_size: int
     seen_at: float | None
+    interval: float = HEARTBEAT
 
     @property
     def fraction(self) -> float:
@@ -176,6 +178,7 @@ def in_flight(begin: Begin, missing: Iterable[int], beats: Mapping[int, Beat]) -
         recorded=begin.world_size - len(lacking),
         world_size=begin.world_size,
         seen_at=max((beat.at for beat in beats.values()), default=None),
+        interval=max((beat.interval for beat in beats.values()), default=HEARTBEAT),
     )
 
 

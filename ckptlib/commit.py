@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from ckptlib import exported, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
-from ckptlib.formats import torch_dist
 from ckptlib.index import ItemIndex
 from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord, Role
 from ckptlib.paused_gc import paused_gc
@@ -108,17 +107,18 @@ def list_saves(storage: st.Storage, path: str) -> list[SaveState]:
     when there are others than before: a save that is being removed is never the only one that is seen, because the
     one that replaces it is committed, and therefore there, before the removal begins.
     """
-    names = _save_names(storage, path)
+    names = save_ids(storage, path)
     while names:
         buried = _tombstones(storage, path)
         saves = [read_save(storage, path, name, tombstoned=name in buried) for name in names]
-        before, names = names, _save_names(storage, path)
+        before, names = names, save_ids(storage, path)
         if names == before:
             return saves
     return []
 
 
-def _save_names(storage: st.Storage, path: str) -> list[str]:
+def save_ids(storage: st.Storage, path: str) -> list[str]:
+    """The saves that left a trace in an iteration directory, oldest first: one listing."""
     entries = storage.list(st.join(path, CONTROL))
     return sorted(entry.name for entry in entries if entry.is_dir and SAVE_ID.fullmatch(entry.name))
 
@@ -407,6 +407,8 @@ def check_records(storage: st.Storage, path: str, begin: Begin, by_rank: Mapping
 def _write_manifest(
     storage: st.Storage, path: str, begin: Begin, by_rank: Mapping[int, RankRecord], index: ItemIndex
 ) -> bytes:
+    from ckptlib.formats import torch_dist  # needs torch, which whoever only looks does not load
+
     directory = f"{CONTROL}/{begin.save_id}"
     small: list[tuple[str, bytes, Role]] = [(BEGIN, begin.encode(), "begin")]
     small.append((INDEX, _create_or_read(storage, st.join(path, directory, INDEX), index.encode()), "index"))

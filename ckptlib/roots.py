@@ -12,10 +12,11 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptlib import commit, exported, formats, records
+from ckptlib import commit, exported, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, StorageUnavailableError
 from ckptlib.manifest import Kind, Manifest
@@ -27,7 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
 TRACKED_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global")
 """Kinds with a tracker of their own."""
-RELEASE = "release"
+RELEASE: Literal["release"] = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 FoundState = Literal["committed", "undecided", "aborted", "deleted", "damaged", "foreign", "foreign-incomplete"]
@@ -246,13 +247,12 @@ def scan(storage: st.Storage, root: str) -> RootScan:
     """What is below a root. Reads records only, no data. Damaged records are reported, not raised."""
     found: list[Found] = []
     unmanaged: list[str] = []
-    for entry in storage.list(root):
-        if entry.name in (commit.CONTROL, TRACKER):
-            continue
-        if entry.is_dir and entry.name == NON_PERSISTENT:
-            _scan_non_persistent(storage, root, found, unmanaged)
-            continue
-        _scan_entry(storage, root, entry.name, entry.is_dir, found, unmanaged)
+    for name, place in list_root(storage, root):
+        here = [] if place is None else scan_directory(storage, st.join(root, name), name, *place)
+        if here:
+            found.extend(here)
+        else:
+            unmanaged.append(name)
     attempts: list[AttemptRecord] = []
     for number in sorted(_attempt_numbers(storage, root)):
         where = _attempt_path(root, number)
@@ -266,36 +266,42 @@ def scan(storage: st.Storage, root: str) -> RootScan:
 def scan_non_persistent(storage: st.Storage, root: str) -> list[Found]:
     """What `scan` finds in ``non_persistent/``."""
     found: list[Found] = []
-    _scan_non_persistent(storage, root, found, [])
+    for name, place in _list_non_persistent(storage, root):
+        if place is not None:
+            found.extend(scan_directory(storage, st.join(root, name), name, *place))
     return found
 
 
-def _scan_non_persistent(storage: st.Storage, root: str, found: list[Found], unmanaged: list[str]) -> None:
+def list_root(storage: st.Storage, root: str) -> Iterator[tuple[str, tuple[int, Kind] | None]]:
+    """What is below a root by name; with iteration and kind where it is the name of an iteration directory."""
+    for entry in storage.list(root):
+        if entry.name in (commit.CONTROL, TRACKER):
+            continue
+        if entry.is_dir and entry.name == NON_PERSISTENT:
+            yield from _list_non_persistent(storage, root)
+        else:
+            yield entry.name, _place_of(entry, "persistent")
+
+
+def _list_non_persistent(storage: st.Storage, root: str) -> Iterator[tuple[str, tuple[int, Kind] | None]]:
     for entry in storage.list(st.join(root, NON_PERSISTENT)):
         if entry.name != TRACKER:
-            _scan_entry(storage, root, f"{NON_PERSISTENT}/{entry.name}", entry.is_dir, found, unmanaged)
+            yield f"{NON_PERSISTENT}/{entry.name}", _place_of(entry, "non_persistent_global")
 
 
-def _scan_entry(
-    storage: st.Storage, root: str, name: str, is_dir: bool, found: list[Found], unmanaged: list[str]
-) -> None:
-    last = st.basename(name)
-    match = _ITERATION.fullmatch(last)
-    if not is_dir or not (match or last == RELEASE):
-        unmanaged.append(name)
-        return
-    iteration = int(match.group(1)) if match else 0
-    inside = name.startswith(f"{NON_PERSISTENT}/")
-    kind: Kind = "non_persistent_global" if inside else "persistent" if match else "release"
-    here = scan_directory(storage, st.join(root, name), name, iteration, kind)
-    if here:
-        found.extend(here)
-    else:
-        unmanaged.append(name)
+def _place_of(entry: st.Entry, kind: Kind) -> tuple[int, Kind] | None:
+    match = _ITERATION.fullmatch(entry.name) if entry.is_dir else None
+    if match is not None:
+        return int(match.group(1)), kind
+    if not entry.is_dir or entry.name != RELEASE:
+        return None
+    return 0, RELEASE if kind == "persistent" else kind
 
 
 def scan_directory(storage: st.Storage, path: str, name: str, iteration: int, kind: Kind) -> list[Found]:
     """The saves in one iteration directory, oldest first; the foreign checkpoint that it is, if none was committed."""
+    from ckptlib import formats  # needs torch, which whoever only lists names does not load
+
     url = storage.url(path)
     result = []
     saves = commit.list_saves(storage, path)

@@ -59,6 +59,7 @@ class Column:
         optional: not shown where no row has a value.
         prose: sentences and lists: wrapped at words on a narrow terminal, so that names and numbers stay whole.
         limit: of a list of rows, only so many of the last ones are shown without ``-v``; 0 for all.
+        beside: a member of the row whose text is shown behind the value, where there is any.
     """
 
     header: str
@@ -69,6 +70,13 @@ class Column:
     optional: bool = False
     prose: bool = False
     limit: int = 0
+    beside: str = ""
+
+    def cell_of(self, row: Row, name: str) -> Text:
+        """A field of a row as a cell."""
+        cell = self.cell(getattr(row, name))
+        more = getattr(row, self.beside) if self.beside else ""
+        return Text.assemble(cell, " ", plain(more)) if more else cell
 
     def cell(self, value: Any) -> Text:
         """The value as a cell; ``-`` for what is not there."""
@@ -88,10 +96,13 @@ def column(
     optional: bool = False,
     prose: bool = False,
     limit: int = 0,
+    beside: str = "",
     default: Any = MISSING,
 ) -> Any:
     """A dataclass field that people see too; see `Column`."""
-    shown = Column(header, show, justify, drop=drop, wide=wide, optional=optional, prose=prose, limit=limit)
+    shown = Column(
+        header, show, justify, drop=drop, wide=wide, optional=optional, prose=prose, limit=limit, beside=beside
+    )
     return field(default=default, metadata={"column": shown})
 
 

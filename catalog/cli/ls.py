@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,10 @@ from catalog.cli.views import CheckpointView
 from catalog.rows import HoldRow
 from catalog.states import LIFECYCLES, VERDICTS, Lifecycle
 from ckptlib.manifest import KINDS
+
+if TYPE_CHECKING:
+    from catalog.catalog import Catalog
+    from catalog.in_flight import Writing
 
 SHOWN: tuple[Lifecycle, ...] = ("writing", "finalized", "missing", "deleting")
 """Lifecycles that are listed unless ``--state`` asks for others: what is, or should be, on storage."""
@@ -29,8 +34,11 @@ def ls(
     kind: Annotated[str | None, typer.Option(help=f"Only of this kind: {', '.join(KINDS)}.")] = None,
     latest: Annotated[int | None, typer.Option(help="Only so many, the newest.", min=1)] = None,
     since: Annotated[str | None, typer.Option(help="Only saved within 48h, 7d, ..., or since a date.")] = None,
+    catalog_only: Annotated[
+        bool, typer.Option("--catalog-only", help="Do not look on storage for saves in flight.")
+    ] = False,
 ) -> None:
-    """List checkpoints, newest last.
+    """List checkpoints, newest last, and saves in flight with how far they are.
 
     Deleted and aborted ones are listed only when asked for: --state deleted.
     """
@@ -61,11 +69,44 @@ def ls(
         holds: dict[int, list[HoldRow]] = defaultdict(list)
         for hold in catalog.holds():
             holds[hold.checkpoint_id].append(hold)
+        writing: list[Writing] = []
+        if not catalog_only and ("writing" in states or not states):
+            writing = _in_flight(cli, catalog, run, kind, moment)
+    views = _merged([CheckpointView.of(row, holds[row.id]) for row in rows], writing, latest)
     known = () if run is None else ("run",)
-    cli.output.rows(CheckpointView, [CheckpointView.of(row, holds[row.id]) for row in rows], known=known)
-    if not rows:
+    cli.output.rows(CheckpointView, views, known=known)
+    if not views:
         filtered = bool(states or kind or latest or since)
         cli.output.note(_nothing(run, filtered))
+
+
+def _in_flight(
+    cli: Cli, catalog: Catalog, run: str | None, kind: str | None, since: datetime | timedelta | None
+) -> list[Writing]:
+    """What storage says beyond the catalog; a storage that cannot be reached costs a note, not the list."""
+    from catalog.in_flight import saves_in_flight
+
+    found, problems = saves_in_flight(catalog, run)
+    if problems:
+        cli.output.note(f"Saves in flight are not listed where storage cannot be read: {'; '.join(problems)}")
+    first = datetime.now(UTC) - since if isinstance(since, timedelta) else since
+    return [
+        save
+        for save in found
+        if kind in (None, save.begin.kind) and (first is None or (save.begun_at is not None and save.begun_at >= first))
+    ]
+
+
+def _merged(views: list[CheckpointView], writing: list[Writing], latest: int | None) -> list[CheckpointView]:
+    """By run, each run in its order, and again only the newest of each where that is asked for."""
+    by_run: dict[str, list[CheckpointView]] = defaultdict(list)
+    for view in [*views, *map(CheckpointView.writing, writing)]:
+        by_run[view.run].append(view)
+    merged = []
+    for of_run in by_run.values():
+        of_run.sort(key=lambda view: (-1 if view.attempt is None else view.attempt, view.iteration))
+        merged += of_run if latest is None else of_run[-latest:]
+    return merged
 
 
 def _nothing(run: str | None, filtered: bool) -> str:

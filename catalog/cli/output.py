@@ -181,7 +181,7 @@ class TableOutput:
 
     def _print_table(self, row_type: type[Row], rows: Sequence[Row], known: Collection[str] = ()) -> None:
         shown = [
-            (column, [column.cell(getattr(row, name)) for row in rows])
+            (column, [column.cell_of(row, name) for row in rows])
             for name, column in columns_of(row_type, wide=self._wide)
             if name not in known and not (column.optional and all(is_empty(getattr(row, name)) for row in rows))
         ]

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.text import Text
 
@@ -16,6 +17,9 @@ from catalog.cli import text
 from catalog.cli.columns import column, plain, state
 from catalog.rows import CheckpointRow, FileRow, HoldRow, RunRow, VerificationRow
 from ckptlib.topology import Topology
+
+if TYPE_CHECKING:
+    from catalog.in_flight import Writing
 
 FILE_CLASSES = ("ok", "missing", "extra", "size", "digest", "unreadable")
 """Verdicts of a file, in the order in which they are counted (V2)."""
@@ -98,16 +102,29 @@ class CheckpointView:
     iteration: int = column("ITER", justify="right")
     attempt: int | None = column("ATTEMPT", justify="right", drop=3)
     kind: str = column("KIND", drop=4)
-    lifecycle: str = column("LIFECYCLE", state)
+    lifecycle: str = column("LIFECYCLE", state, beside="progress")
     verdict: str = column("VERDICT", state)
     bytes: int = column("SIZE", text.size, justify="right", drop=1)
-    saved_at: datetime = column("SAVED", text.local_minute, drop=2)
+    saved_at: datetime | None = column("SAVED", text.local_minute, drop=2)
     holds: tuple[str, ...] = column("HOLDS", names, drop=5, optional=True)
     metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6, optional=True)
     branch: str = column("BRANCH", wide=True, drop=7)
     topology: Mapping[str, int] | None = column("TOPOLOGY", topology, wide=True, drop=8)
     save_id: str = column("SAVE ID", wide=True, drop=9)
     url: str = column("URL", wide=True, drop=10)
+    written: float | None = None
+    silent_seconds: float | None = None
+    overdue: bool = False
+
+    @property
+    def progress(self) -> str:
+        """Of a save in flight: ``63 %``, and how long it has been silent where that is too long."""
+        if self.lifecycle != "writing":
+            return ""
+        if self.written is None or self.silent_seconds is None:
+            return "(no sign of life)"
+        share = f"{math.floor(100 * self.written)} %"
+        return f"{share} (last sign of life {text.duration(self.silent_seconds)} ago)" if self.overdue else share
 
     @classmethod
     def of(cls, row: CheckpointRow, holds: Sequence[HoldRow] = ()) -> Self:
@@ -127,6 +144,30 @@ class CheckpointView:
             topology=axes(row.topology),
             save_id=row.save_id,
             url=row.url,
+        )
+
+    @classmethod
+    def writing(cls, save: Writing) -> Self:
+        """The view of a save in flight: `bytes` is what it will be, as far as its ranks have said."""
+        begin, progress = save.begin, save.progress
+        return cls(
+            run=save.run,
+            iteration=begin.iteration,
+            attempt=begin.attempt,
+            kind=begin.kind,
+            lifecycle="writing",
+            verdict="unverified",
+            bytes=progress.total,
+            saved_at=None,
+            holds=(),
+            metrics=begin.metrics,
+            branch="live",
+            topology=axes(begin.topology),
+            save_id=begin.save_id,
+            url=save.url,
+            written=None if save.silent is None else progress.fraction,
+            silent_seconds=save.silent,
+            overdue=save.overdue,
         )
 
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,13 +20,14 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, beats, commit, roots, settling, writer
+from ckptlib import Checkpointer, beats, commit, roots, settling
 from ckptlib.background_saves import AsyncOptions
 from ckptlib.beats import Beat, Pulse, Watch, in_flight, interval_of
 from ckptlib.errors import RecordError, StateError
 from ckptlib.events import Notice
 from ckptlib.manifest import Begin
 from ckptlib.storage import PosixStorage
+from tests.support.gates import Gate
 
 THREAD = AsyncOptions(worker="thread", heartbeat=0.05)
 
@@ -179,24 +179,8 @@ def test_a_beat_is_of_no_other_save_or_rank(tmp_path: Path) -> None:
     assert beats.read_beats(storage, str(tmp_path), begin(2)) == {}
 
 
-class Gated:
-    """Holds the writer of a thread worker before one tensor."""
-
-    def __init__(self, key: str) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        write = writer._write_tensor
-
-        def gated(stream: Any, leaf: Any, *rest: Any) -> Any:
-            if leaf.key == key:
-                self.reached.set()
-                assert self.opened.wait(60)
-            return write(stream, leaf, *rest)
-
-        self.patched = mock.patch.object(writer, "_write_tensor", gated)
-
-
 def test_saves_in_hand_beat_also_while_they_wait_for_their_turn_and_leave_nothing(tmp_path: Path) -> None:
-    gate = Gated("w.b")
+    gate = Gate("w.b")
     state = {"w": {"a": torch.zeros(6_300_000, dtype=torch.uint8), "b": torch.zeros(3_650_000, dtype=torch.uint8)}}
     options = replace(THREAD, max_in_flight=2)
     with gate.patched, Checkpointer(str(tmp_path), run="run", io_mode="async", background=options) as job:

@@ -51,6 +51,9 @@ def test_the_json_form_has_every_field_with_utc_times_and_bytes(
         "topology": None,
         "save_id": row.save_id,
         "url": str(past.directory(90)),
+        "written": None,
+        "silent_seconds": None,
+        "overdue": False,
     }
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", listed["saved_at"])
 
