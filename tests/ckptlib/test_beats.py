@@ -327,6 +327,7 @@ def workers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[int
                 word, pid = trainers.stdout.readline().split()
                 assert word == "staged"
                 pids.append(int(pid))
+            wait_for(lambda: len([*(tmp_path / "root/iter_0000007").glob(".ckpt/0*/beat_*.json")]) == 2)
             os.killpg(trainers.pid, signal.SIGKILL)
             yield pids
         finally:
