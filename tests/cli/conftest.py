@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from catalog import Catalog
+from catalog.cli.logs import LOGGERS
 from catalog.cli.main import app
 from catalog.verification import verify_leased
 from ckptlib.events import AttemptEvent, CommitEvent
@@ -53,7 +55,16 @@ class Ckpt:
         self, *args: str, columns: int | None = None, answer: str | None = None, env: dict[str, str] | None = None
     ) -> Ended:
         width = {"COLUMNS": None if columns is None else str(columns)}
-        result = CliRunner(env={**width, **(env or {})}).invoke(app, list(args), input=answer, catch_exceptions=False)
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        before = [(logger, logger.handlers, logger.level) for logger in loggers]
+        try:
+            result = CliRunner(env={**width, **(env or {})}).invoke(
+                app, list(args), input=answer, catch_exceptions=False
+            )
+        finally:
+            for logger, handlers, level in before:  # else they go on writing to a stream that is closed
+                logger.handlers = handlers
+                logger.setLevel(level)
         return Ended(result.exit_code, result.stdout, result.stderr)
 
 
