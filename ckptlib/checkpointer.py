@@ -19,7 +19,7 @@ from ckptlib.async_save import failed_save, run_async_save
 from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
 from ckptlib.combinations import FORMAT_OF, check
 from ckptlib.composing import Beside, Streams, compose
-from ckptlib.coordination import Group, PieceGroup, SoloGroup, agree, lead, new_group
+from ckptlib.coordination import Group, PieceGroup, SoloGroup, agree, hand_out, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
@@ -409,7 +409,7 @@ class Checkpointer:
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         every_rng = self._every_rng_state and local is None
-        all_rng = self._all_rng_states() if with_rng and every_rng else None
+        all_rng = self._all_rng_states(meaning) if with_rng and every_rng else None
         writer = writes(meaning, self.topology, self._group.rank, self._group.world_size)
 
         def prepare() -> SaveRequest:
@@ -541,10 +541,17 @@ class Checkpointer:
         for text in left:
             emit(self._on_event, Notice("superseded_not_removed", text))
 
-    def _all_rng_states(self) -> list[rng.State] | None:
-        """On rank 0, the RNG states of all ranks. Collective; fails on all ranks when it does on one."""
+    def _all_rng_states(self, semantic_type: SemanticType) -> Sequence[rng.State] | None:
+        """On rank 0 the RNG states of all ranks; of LEGACY, on every rank, those of its cell of Megatron's grid.
+
+        Collective; fails on all ranks when it does on one.
+        """
         self._group.next_round()
-        return agree(self._group, "rng", lambda: rng.capture(self._rng_tracker))
+        states = agree(self._group, "rng", lambda: rng.capture(self._rng_tracker))
+        if semantic_type != "LEGACY":
+            return states
+        topology = self.topology or Topology(dp=self._group.world_size)
+        return hand_out(self._group, "rng of cells", lambda: rng.cells_by_rank(states or [], topology))
 
     def poll(self) -> None:
         """Looks after saves that have ended in the background: tells listeners. Reads local state only."""

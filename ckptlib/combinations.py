@@ -72,6 +72,8 @@ POSSIBLE: tuple[Combination, ...] = tuple(
 )
 
 WRITERS: Mapping[Combination, tuple[str, ...]] = {
+    Combination("LEGACY", "torch", "sync"): ("ckptlib.save", "Checkpointer.save"),
+    Combination("LEGACY", "torch", "async"): ("Checkpointer.save",),
     Combination("LOCAL", "torch", "sync"): ("ckptlib.save", "Checkpointer.save"),
     Combination("LOCAL", "torch", "async"): ("Checkpointer.save",),
     Combination("GLOBAL", "torch_dist", "sync"): ("ckptlib.save", "Checkpointer.save"),

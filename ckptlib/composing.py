@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptlib import exported, rng
+from ckptlib import rng
 from ckptlib.errors import StateError
 from ckptlib.layouts import legacy
 from ckptlib.manifest import Begin
@@ -25,7 +25,7 @@ class Streams:
 
     Attributes:
         own: this rank's; None: they are not part of the save.
-        all: with `every_rank`, on the rank that stores them: those of all ranks.
+        all: with `every_rank`, on the ranks that store them: those of all ranks; of LEGACY those of the rank's cell.
         every_rank: Megatron's lists have every data-parallel rank's, not the first alone.
     """
 
@@ -112,9 +112,7 @@ def _streams(streams: Streams, own: rng.State, begin: Begin, rank: int) -> dict[
             return rng.sharded(own, rank, begin.world_size, begin.topology, streams.all, every_rank=streams.every_rank)
         case "TORCH_DCP":  # rank 0's once more where Megatron-Core looks
             return _of_ranks(rng.KEY_BY_RANK, dict(own), begin, rank) | ({} if rank else {rng.KEY: [dict(own)]})
-        case "LEGACY" if streams.every_rank and streams.all is not None:
-            return {rng.KEY: rng.cell_states(streams.all, exported.topology_of(begin), rank)}
-    if begin.semantic_type == "LEGACY":
-        return {rng.KEY: [dict(own)]}
+        case "LEGACY":
+            return {rng.KEY: [dict(own)] if streams.all is None else [dict(state) for state in streams.all]}
     name, keys, *rest = own["np_rng_state"]  # plain numbers, so that `torch.load(weights_only=True)` takes the file
     return {rng.KEY: [{**own, "np_rng_state": (name, keys.tolist(), *rest)}]}

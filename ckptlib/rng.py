@@ -350,10 +350,11 @@ def sharded(
     return {KEY: ShardedObject(KEY, [dict(state)], grid, (at.pp, at.tp), replica), KEY_BY_RANK: own}
 
 
-def cell_states(states: Sequence[State], topology: Topology, rank: int) -> list[dict[str, Any]]:
-    """The full list of the (pp, tp) cell of a rank: the states of all its data- and context-parallel ranks."""
-    at = topology.coordinates(rank)
-    return _full_cells(states, topology)[at.pp, at.tp]
+def cells_by_rank(states: Sequence[State], topology: Topology) -> list[list[dict[str, Any]]]:
+    """For each rank the full list of its (pp, tp) cell: the states of all its data- and context-parallel ranks."""
+    cells = _full_cells(states, topology)
+    places = map(topology.coordinates, range(topology.world_size))
+    return [cells[at.pp, at.tp] for at in places]
 
 
 def _full_cells(states: Sequence[State], topology: Topology) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -216,6 +216,24 @@ class Checks:
         self._restore(other, "fresh")
         self._continues(other, "dp2", steps=3)
 
+    def megatron_lm_loads_a_legacy_checkpoint_of_ours_at_dp2(self) -> None:
+        self._megatron_lm_loads_legacy("float16")
+
+    def megatron_lm_loads_a_legacy_checkpoint_of_ours_at_tp2(self) -> None:
+        self._megatron_lm_loads_legacy("tp2")
+
+    def megatron_lm_loads_a_legacy_checkpoint_of_ours_at_pp2(self) -> None:
+        self._megatron_lm_loads_legacy("pp2")
+
+    def a_legacy_checkpoint_is_loaded_by_us_where_it_was_saved(self) -> None:
+        import ckptlib
+        from tests.megatron.training import trained
+
+        job = trained(self._layout("tp2", like="float16"), steps=1)
+        with ckptlib.Checkpointer(str(self.folder / "legacy_tp2"), run="gpt", topology=ckptlib.Topology(tp=2)) as run:
+            job.steps = run.restore(self._legacy_state(job), contents=["model", "optimizer"]).iteration
+        self._continues(job, "float16")
+
     def optimizer_state_in_buckets_says_how_to_convert_it(self) -> None:
         import pytest
 
@@ -252,6 +270,48 @@ class Checks:
         job = build(self._layout(into, like=source))
         self._restore(job, f"{source}_by_megatron" if by_megatron else source)
         self._continues(job, source)
+
+    def _legacy_state(self, job: Job) -> dict[str, Any]:
+        (model,) = job.chunks
+        return {"model": model, "optimizer": job.optimizer, "opt_param_scheduler": job.scheduler}
+
+    def _megatron_lm_loads_legacy(self, name: str) -> None:
+        """Through the tracker, the directories and the loader of Megatron-LM's own training script."""
+        import argparse
+
+        import torch
+
+        import ckptlib
+        from tests.megatron.training import trained  # with the stand-ins that the next import needs
+
+        from megatron.training import checkpointing  # isort: skip
+
+        layout = self._layout(name, like="float16")
+        job, root = trained(layout), self.folder / f"legacy_{name}"
+        topology = ckptlib.Topology(tp=layout.tp, pp=layout.pp, dp=2 // (layout.tp * layout.pp))
+        with ckptlib.Checkpointer(str(root), run="gpt", topology=topology, semantic_type="LEGACY") as checkpointer:
+            args = argparse.Namespace(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
+            checkpointer.save(self._legacy_state(job), iteration=job.steps, args=args, progress={"flops": 5.0})
+        torch.distributed.barrier()
+        options = argparse.Namespace(
+            non_persistent_global_ckpt_dir=None,
+            non_persistent_ckpt_type=None,
+            exit_on_missing_checkpoint=True,
+            ckpt_format="torch",
+            ckpt_step=None,
+        )
+        stored, path, release, kind = checkpointing._load_base_checkpoint(str(root), options)
+        assert (kind.name, release) == ("LEGACY", False)
+        assert path == checkpointing.get_checkpoint_name(str(root), job.steps)
+        assert (stored["checkpoint_version"], stored["num_floating_point_operations_so_far"]) == (3.0, 5.0)
+        assert stored["args"] == args
+        other = trained(layout, steps=1)
+        other.chunks[0].load_state_dict(stored["model"])
+        other.optimizer.load_state_dict(stored["optimizer"])
+        other.scheduler.num_steps = 0  # as in `megatron_load`
+        other.scheduler.load_state_dict(stored["opt_param_scheduler"])
+        other.steps = stored["iteration"]
+        self._continues(other, "float16")
 
     def _run(self, name: str) -> Path:
         """The root of a run that a `Checkpointer` saved once, at iteration 2."""
