@@ -35,6 +35,7 @@ from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, R
 from ckptlib.layouts.contents import check_topology, content_of, writes
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.local import Chosen, LocalOptions, LocalTier
+from ckptlib.local_pieces import Pieces
 from ckptlib.local_sets import World
 from ckptlib.manifest import Begin, Decision, Format, IoMode, Kind, SemanticType
 from ckptlib.planning import PlanCache
@@ -313,9 +314,9 @@ class Checkpointer:
         try:
             restored = restore_from(piece, state)
         except IntegrityError as error:
-            self._local.suspect(chosen.set, str(error))
+            self._local.pieces.suspect(chosen.set, str(error))
             raise
-        self._parent = self._local.parent_of(chosen.set)
+        self._parent = self._local.pieces.parent_of(chosen.set)
         return restored
 
     def _choose_or_refuse(
@@ -405,7 +406,7 @@ class Checkpointer:
             if semantic_type not in (None, "LOCAL"):
                 raise UnsupportedError(f"kind {kind!r} is every rank's own state (LOCAL), not {semantic_type}")
             meaning, format_ = "LOCAL", "torch"
-        self._check_combination(meaning, format_, mode, self._storage if local is None else local.storage)
+        self._check_combination(meaning, format_, mode, self._storage if local is None else local.pieces.storage)
         chosen = self._contents if contents is None else contents
         with_rng = chosen is None or "rng" in chosen
         every_rng = self._every_rng_state and local is None
@@ -445,7 +446,7 @@ class Checkpointer:
                 io_mode=mode,
                 topology=topology,
                 parent=self._parent,
-                piece=None if local is None else local.piece,
+                piece=None if local is None else local.pieces.piece,
             )
             tree: dict[str, Any] | None = None
             if writer:  # else nobody looks at this rank's state
@@ -454,8 +455,8 @@ class Checkpointer:
                 beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
                 tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
             return SaveRequest(
-                self._storage if local is None else local.storage,
-                roots.iteration_path(self._root, iteration, kind) if local is None else local.path(iteration),
+                self._storage if local is None else local.pieces.storage,
+                roots.iteration_path(self._root, iteration, kind) if local is None else local.pieces.path(iteration),
                 begin,
                 content_of(meaning, tree),
                 on_exists,
@@ -495,7 +496,7 @@ class Checkpointer:
         if request is None and self._background.options.at_limit == "error":
             raise SaveLimitError(f"{self._background.options.max_in_flight} saves are in flight on some rank")
         if request is None:
-            return self._skipped(local.path(iteration), iteration)
+            return self._skipped(local.pieces.path(iteration), iteration)
         mine: SaveRequest = request
         if mode == "sync":
             saved: list[SaveResult] = []
@@ -632,16 +633,9 @@ class Checkpointer:
 
     def _open_local(self, options: LocalOptions, settle_wait: float) -> LocalTier:
         world = World(self._identity.root_id, self._group.world_size, self.topology)
-        tier = LocalTier(
-            options,
-            world,
-            self._group.rank,
-            self.attempt,
-            lambda: roots.newest_attempt(self._storage, self._root),
-            self._on_event,
-        )
-        agree(self._group, "local", lambda: tier.open(self.run, settle_wait))
-        return tier
+        pieces = Pieces(options.root, world, self._group.rank, self.attempt, self._on_event)
+        agree(self._group, "local", lambda: pieces.take_over(self.run, settle_wait))
+        return LocalTier(options, world, pieces, self.attempt, lambda: roots.newest_attempt(self._storage, self._root))
 
     def _announce(self) -> None:
         self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ckptlib
-from ckptlib import Checkpointer, LocalOptions, ShardedTensor, Topology, commit, local, roots
+from ckptlib import Checkpointer, LocalOptions, ShardedTensor, Topology, commit, roots
 from ckptlib.background_saves import AsyncOptions
 from ckptlib.errors import (
     BackgroundSaveError,
@@ -34,6 +34,7 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import Notice
+from ckptlib.local_pieces import Pieces
 from ckptlib.storage import PosixStorage
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import Crash, files_of
@@ -356,18 +357,28 @@ def test_a_piece_that_cannot_be_written_fails_the_save_on_every_rank_and_spoils_
     assert {tuple(pieces(root, shm, rank)) for rank in range(3)} == {(30, 40)}
 
 
-def save_where_one_disk_is_full(rank: int, root: str, shm: str) -> str:
+def save_where_one_disk_is_full(rank: int, root: str, shm: str, shared: bool) -> str:
+    """Room for one piece and a half: on rank 1, or on the one disk of both."""
     checkpointer = job(root, shm)
-    free = mock.patch.object(local.LocalTier, "_free", return_value=2**20 if rank == 1 else 2**40)
-    with free, pytest.raises(StorageError) as raised:
-        save(checkpointer, 10, rank=rank)
+    free = mock.PropertyMock(return_value=2**20 * 3 // 2 if shared or rank == 1 else 2**40)
+    disk = mock.PropertyMock(return_value="one" if shared else f"of rank {rank}")
+    big = {"model": {"w": torch.zeros(2**19 if shared else 2**20, dtype=torch.uint8)}}
+    full = mock.patch.multiple(Pieces, free=free, disk=disk)
+    with full, pytest.raises(StorageError) as raised:
+        checkpointer.save(big, iteration=10, kind=LOCAL)
     save(checkpointer, 20, rank=rank)
     return str(raised.value)
 
 
-def test_a_disk_that_is_too_small_is_told_on_every_rank_before_anything_is_written(root: str, shm: str) -> None:
-    for text in run_ranks(2, save_where_one_disk_is_full, root, shm):
-        assert "too small on rank 1: its piece of iteration 10 needs 1.0 MiB; available are 1.0 MiB" in text
+@pytest.mark.parametrize(
+    ("shared", "said"), [(False, "too small on rank 1: "), (True, "too small on ranks 0, 1 of one host: ")]
+)
+def test_a_disk_that_is_too_small_is_told_on_every_rank_before_anything_is_written(
+    root: str, shm: str, shared: bool, said: str
+) -> None:
+    for text in run_ranks(2, save_where_one_disk_is_full, root, shm, shared):
+        assert said in text
+        assert f"iteration 10 needs {3.0 if shared else 2.0} MiB; available are 1.5 MiB" in text
     assert pieces(root, shm) == pieces(root, shm, 1) == [20]
 
 
