@@ -67,7 +67,10 @@ def save(
     combination = check(semantic_type, format_, io_mode)
     writers = WRITERS[combination]
     if "ckptlib.save" not in writers:
-        raise UnsupportedError(f"{combination} is not written by ckptlib.save, but by {' or '.join(writers)}")
+        raise UnsupportedError(
+            f"{combination} is not written by ckptlib.save, but by {' or '.join(writers)}: a save that goes on after "
+            "the call needs an owner of its memory and its worker, who tells all ranks when it fails"
+        )
     if run is not None and not isinstance(run, str):
         raise StateError(f"run {run!r}: expected a string")
     storage, path = st.resolve(url, storage_options, single_writer=single_writer)

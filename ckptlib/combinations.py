@@ -78,8 +78,8 @@ WRITERS: Mapping[Combination, tuple[str, ...]] = {
     Combination("LOCAL", "torch", "async"): ("Checkpointer.save",),
     Combination("GLOBAL", "torch_dist", "sync"): ("ckptlib.save", "Checkpointer.save"),
     Combination("GLOBAL", "torch_dist", "async"): ("Checkpointer.save",),
-    Combination("TORCH_DCP", "torch_dcp", "sync"): ("dcp.save with CkptWriter",),
-    Combination("TORCH_DCP", "torch_dcp", "async"): ("dcp.async_save with CkptWriter",),
+    Combination("TORCH_DCP", "torch_dcp", "sync"): ("ckptlib.save", "Checkpointer.save", "dcp.save with CkptWriter"),
+    Combination("TORCH_DCP", "torch_dcp", "async"): ("Checkpointer.save", "dcp.async_save with CkptWriter"),
 }
 """What this version writes, and with what. A possible combination that is absent is not written yet.
 

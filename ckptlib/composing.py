@@ -12,7 +12,7 @@ from ckptlib.layouts import legacy
 from ckptlib.manifest import Begin
 from ckptlib.progress import numbers_of, observe, with_args
 from ckptlib.resume import OWN_KEYS, RERUN_KEY
-from ckptlib.sharding import ShardedObject
+from ckptlib.sharding import ShardedObject, WholeValue
 from ckptlib.state import content_names
 
 CHECKPOINT_VERSION = 3.0
@@ -100,7 +100,7 @@ def _of_ranks(key: str, value: Any, begin: Begin, rank: int) -> dict[str, Any]:
         case "GLOBAL":
             return {key: ShardedObject(key, value, (begin.world_size,), (rank,))}
         case "TORCH_DCP":
-            return {key: {rank: value}}
+            return {key: {rank: WholeValue(value)}}
         case "LEGACY":
             return {legacy.RERUN: value}
     return {key: value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,9 @@ _OWN_PREFIXES = (
     f"{RNG_KEY}/",
     f"{RNG_KEY}.",
     f"{KEY_BY_RANK}/",
+    f"{KEY_BY_RANK}.",
     f"{RERUN_KEY}/",
+    f"{RERUN_KEY}.",
     "common_state/",
 )
 
@@ -148,7 +151,7 @@ class StoredExtras:
         """The numbers given to `save`; for a Megatron checkpoint, what its arguments say."""
         if self._source.manifest is not None:
             return dict(self._source.manifest.begin.progress)
-        args = self._common().get("args")
+        args = self._common.get("args")
         consumed = getattr(args, "consumed_train_samples", None)
         return {} if consumed is None else {"consumed_samples": consumed}
 
@@ -159,24 +162,27 @@ class StoredExtras:
         """
         if self._source.manifest is not None:
             return self._source.manifest.begin.observed
-        return observe({"opt_param_scheduler": self._common().get("opt_param_scheduler")})
+        return observe({"opt_param_scheduler": self._common.get("opt_param_scheduler")})
 
     def value(self, key: str) -> Any:
         """A plain value at the top of the state."""
-        return self._common().get(key)
+        return self._common.get(key)
 
     def rerun_state(self, world_size: int, rank: int) -> Any:
         """A rank's rerun state, saved by as many ranks."""
-        name = ShardedObject(RERUN_KEY, None, (world_size,), (rank,)).unique_key
-        return self._source.read_object(name) if self._source.index.has_object(name) else None
+        cell = ShardedObject(RERUN_KEY, None, (world_size,), (rank,)).unique_key
+        names = (name for name in (cell, f"{RERUN_KEY}.{rank}") if self._source.index.has_object(name))
+        return next(map(self._source.read_object, names), None)
 
     def has_rerun_state(self) -> bool:
         """Whether any rank's is stored."""
-        return any(name.startswith(f"{RERUN_KEY}/shard_") for name in self._source.index.object_keys)
+        beginnings = (f"{RERUN_KEY}/shard_", f"{RERUN_KEY}.")
+        return any(name.startswith(beginnings) for name in self._source.index.object_keys)
 
     def streams(self, now: Topology, rank: int) -> StoredStreams | None:
         """What the random streams of `rank` continue from; see `stored_rng.stored_streams`."""
         return stored_streams(self._source, now, rank)
 
+    @functools.cached_property
     def _common(self) -> Mapping[str, Any]:
         return self._source.read_common()

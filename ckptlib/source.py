@@ -101,7 +101,10 @@ class Source:
         """
         if self.manifest is None:
             return torch_dist.read_common(self.storage, self.path, self.index)
-        (entry,) = self.manifest.files_of("common")
+        entries = self.manifest.files_of("common")
+        if not entries:
+            return self._values_by_path()
+        (entry,) = entries
         where = f"{self.url}/{entry.path}"
         data = bytearray(entry.size)
         self.storage.read_into(st.join(self.path, entry.path), [(0, memoryview(data))])
@@ -111,6 +114,23 @@ class Source:
         if not isinstance(value, dict):
             raise IntegrityError(f"{where}: the common state is a {type(value).__name__}, expected a dict")
         return value
+
+    def _values_by_path(self) -> dict[str, Any]:
+        """The plain values of a format without a common state (torch_dcp), nested by their dotted paths.
+
+        A name with a dot in it, and a list that has tensors, come back as dicts: the format does not tell.
+        """
+        root: dict[str, Any] = {}
+        for key in self.index.object_keys:
+            if key.startswith(_NOT_COMMON):
+                continue
+            *above, last = key.split(".")
+            node: Any = root
+            for name in above:
+                node = node.setdefault(name, {}) if isinstance(node, dict) else {}
+            if isinstance(node, dict):
+                node[last] = self.read_object(key)
+        return root
 
     def locate(self, items: Sequence[ChunkItem]) -> tuple[list[Location | None], list[int]]:
         """Where the payloads of chunks lie, read from their containers: for chunks whose index does not say it.
@@ -161,6 +181,9 @@ class Source:
 
 
 _ABSENT = object()
+
+_NOT_COMMON = ("rng_state", "rerun_state_machine_state")
+"""What belongs to ranks: read where it is wanted."""
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

@@ -112,6 +112,7 @@ class FlatState:
     Attributes:
         finishers: run after the leaves are filled.
         lists: path of each list whose elements are leaves of their own -> its length.
+        elsewhere: tensors whose name is not the path at which they lie -> that path.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -119,6 +120,7 @@ class FlatState:
     values: list[ValueLeaf] = field(default_factory=list)
     finishers: list[Finisher | Callable[[], None]] = field(default_factory=list)
     lists: dict[Path, int] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
     def object_keys(self) -> set[str]:
         """Names of the sharded objects and plain values."""
@@ -285,6 +287,8 @@ class _Walker:
         # may hold another copy too, which is not the main replica (tied embeddings).
         if value.box.volume and is_main_replica(value.replica_id):
             self._claim(f"{value.key} {value.box}", path)
+        if value.key != dotted(path):
+            self._flat.elsewhere[value.key] = dotted(path)
         torch_leaves.check_plain(value.key, value.data)
         if self._stored is not None:
             torch_leaves.check_fillable(value.key, value.data)

@@ -107,12 +107,15 @@ class _ByRank:
         self._saved = saved
 
     def exists(self) -> bool:
-        return self._source.index.has_object(self._key(0))
+        return self._key(0) is not None
 
     def streams(self, now: Topology, rank: int) -> StoredStreams:
         @functools.cache
         def state(of: int) -> Mapping[str, Any]:
-            return _checked(self._source.read_object(self._key(of)), f"{self._source.url} ({self._key(of)})")
+            key = self._key(of)
+            if key is None:
+                raise RngStateError(f"{self._source.url}: the RNG state of rank {of} is missing")
+            return _checked(self._source.read_object(key), f"{self._source.url} ({key})")
 
         def origin(stream: str) -> Mapping[str, Any] | None:
             of = streams.continues_from(stream, self._saved, now, rank)
@@ -127,8 +130,11 @@ class _ByRank:
         same = streams.same_places(self._saved, now)
         return StoredStreams(plan, None if same else f"{self._saved} -> {now}")
 
-    def _key(self, rank: int) -> str:
-        return ShardedObject(rng.KEY_BY_RANK, None, (self._saved.world_size,), (rank,)).unique_key
+    def _key(self, rank: int) -> str | None:
+        """Where a rank's state is: in a grid, or under its number (TORCH_DCP)."""
+        cell = ShardedObject(rng.KEY_BY_RANK, None, (self._saved.world_size,), (rank,)).unique_key
+        names = (cell, f"{rng.KEY_BY_RANK}.{rank}")
+        return next((name for name in names if self._source.index.has_object(name)), None)
 
 
 class _Grid:

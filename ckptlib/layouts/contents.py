@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptlib.layouts import legacy
+from ckptlib.layouts import legacy, object_graph
 from ckptlib.layouts.own_files import own_content
 from ckptlib.manifest import SemanticType
 from ckptlib.packing import Content, ShardedContent
@@ -42,4 +42,7 @@ def content_of(semantic_type: SemanticType, tree: Mapping[str, Any] | None) -> C
     """
     if tree is None or semantic_type in ("LOCAL", "LEGACY"):
         return own_content(tree)
-    return ShardedContent(flatten(tree), with_common=semantic_type == "GLOBAL")
+    flat = flatten(tree)
+    if semantic_type == "TORCH_DCP":
+        object_graph.check(flat)
+    return ShardedContent(flat, with_common=semantic_type == "GLOBAL")
