@@ -164,7 +164,7 @@ def _state(held: Sequence[Held], wanted: SetId) -> str:
     if own is not None and (own.pending or own.aborted):
         return f"did not finish its local checkpoint of iteration {wanted.iteration}"
     if any(each.set.iteration == wanted.iteration for each in held):
-        return f"has a local checkpoint of iteration {wanted.iteration} from another save, which the others have not"
+        return f"has a local checkpoint of iteration {wanted.iteration}, but of another save"
     others = sorted({each.set.iteration for each in held if each.usable})
     has = f", but of {', '.join(map(str, others))}" if others else ""
     return f"has no local checkpoint of iteration {wanted.iteration}{has}"

@@ -105,11 +105,13 @@ def superseded(
 def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
     """Removes what a committed non-persistent checkpoint takes the place of. Never raises: the save has succeeded.
 
+    One that nothing resumes from by itself (LOCAL) takes no other's place.
+
     Returns:
         What could not be removed, and why; the next one tries again.
     """
     left: list[str] = []
-    if begin.kind != _KIND:
+    if begin.kind != _KIND or begin.semantic_type == "LOCAL":
         return left
     try:
         directory = st.join(root, roots.NON_PERSISTENT)
@@ -121,9 +123,6 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
                 remove_save(storage, old.path, old.save.save_id)
             except (OSError, IntegrityError) as error:
                 left.append(f"{old.url}: {error}")
-        for entry in storage.list(directory):
-            if entry.is_dir:  # a removal that was cut short at its very end
-                remove_if_empty(storage, st.join(directory, entry.name))
     except (OSError, IntegrityError) as error:
         left.append(f"{storage.url(root)}: {error}")
     for text in left:
@@ -132,12 +131,23 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
 
 
 def supersede_by_newest(storage: st.Storage, root: str) -> list[str]:
-    """`supersede`, by the newest non-persistent checkpoint: finishes what an older attempt did not come to."""
-    committed = [found for found in roots.scan_non_persistent(storage, root) if found.state == "committed"]
-    newest = max(committed, key=lambda found: found.order, default=None)
+    """`supersede`, by the newest non-persistent checkpoint: finishes what an older attempt did not come to.
+
+    Before this attempt saves anything: a directory that is only being made looks like one of which all has gone.
+    """
+    found = [each for each in roots.scan_non_persistent(storage, root) if each.state == "committed"]
+    newest = max((each for each in found if not each.only_on_request), key=lambda each: each.order, default=None)
     if newest is None or newest.save is None or newest.save.begin is None:
         return []
-    return supersede(storage, root, newest.save.begin)
+    left = supersede(storage, root, newest.save.begin)
+    directory = st.join(root, roots.NON_PERSISTENT)
+    try:
+        for entry in storage.list(directory):
+            if entry.is_dir:  # a removal that was cut short at its very end
+                remove_if_empty(storage, st.join(directory, entry.name))
+    except OSError as error:
+        left.append(f"{storage.url(directory)}: {error}")
+    return left
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------

@@ -145,13 +145,14 @@ def resume(rank: int, root: str, shm: str, world: int, at: int | None = None) ->
     try:
         restored = checkpointer.restore(target, at=at, strict="warn")
     except NoResumePointError as error:
-        return {"iteration": -1, "reason": str(error), "notices": [notice.name for notice in notices]}
+        return {"iteration": -1, "attempt": 1, "reason": str(error), "notices": [notice.name for notice in notices]}
     if restored.iteration > 200:
         assert_is(target, rank, restored.iteration)
     else:
         assert torch.equal(target["model"]["w"], torch.full((64,), 200.0))
     return {
         "iteration": restored.iteration,
+        "attempt": int((restored.save_id or "0").split("-")[0]),
         "reason": restored.reason,
         "progress": dict(restored.progress),
         "rerun": restored.rerun_state,
@@ -205,13 +206,19 @@ def undo_a_commit(root: str, shm: str) -> None:
     (rank_directory(root, shm, 1) / "iter_0000250" / "checkpoint.json").unlink()
 
 
+def train_again(rank: int, root: str, shm: str) -> None:
+    """A second attempt goes back to 240, and comes to 250 once more."""
+    checkpointer = job(root, shm, keep=2, topology=Topology(dp=3))
+    checkpointer.restore(state(rank), at=240)
+    save(checkpointer, 250, rank=rank)
+
+
 def mix_attempts(root: str, shm: str) -> None:
-    """Rank 1 has the same iteration from an older attempt."""
-    own = rank_directory(root, shm, 1)
-    shutil.rmtree(own / "iter_0000250")
-    with Checkpointer(f"{root}-other", run="other") as other:
-        save(other, 250, kind="persistent")
-    shutil.copytree(f"{root}-other/iter_0000250", own / "iter_0000250")
+    """Of iteration 250 rank 1 has the first attempt's piece alone."""
+    run_ranks(3, train_again, root, shm)
+    own = rank_directory(root, shm, 1) / "iter_0000250"
+    for path in [*own.glob("__*.000002-*"), *(own / ".ckpt").glob("000002-*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,7 @@ class Case:
     notices: tuple[str, ...] = ()
     at: int | None = None
     ranks: int = 3
+    attempt: int = 1
 
 
 UNUSED = "; local checkpoints are not used: "
@@ -242,7 +250,9 @@ CASES = {
     "all flipped": Case(flip_three, 200, UNUSED + DAMAGED, REJECTED),
     "record damaged": Case(damage_a_record, 240, f"; {DAMAGED}", REJECTED),
     "not committed": Case(undo_a_commit, 240, "; rank 1 has no local", ("local_leftover_removed",)),
-    "another attempt": Case(mix_attempts, 240, "; rank 1 has no local checkpoint of iteration 250, but of 230, 240"),
+    "another attempt": Case(
+        mix_attempts, 250, "; rank 1 has a local checkpoint of iteration 250, but of another save", attempt=1
+    ),
     "c10 at 200": Case(iteration=200, at=200),
     "c10 at 240": Case(iteration=240, at=240),
     "c10 at 250, damaged": Case(flip_one, -1, DAMAGED, REJECTED, at=250),
@@ -286,7 +296,7 @@ def test_the_newest_set_that_is_whole_on_every_rank_is_taken_and_the_reason_is_t
 ) -> None:
     """C10: persistent {200}, local {230, 240, 250}. C16: one flipped byte."""
     case, found = CASES[name], resumed[1][name]
-    assert [each["iteration"] for each in found] == [case.iteration] * case.ranks
+    assert [(each["iteration"], each["attempt"]) for each in found] == [(case.iteration, case.attempt)] * case.ranks
     assert all(case.reason in each["reason"] for each in found), found[0]["reason"]
     assert tuple(found[1]["notices"]) == case.notices
     unused = (case.iteration == 200 and case.at is None) or (case.iteration, case.at) == (-1, 250)

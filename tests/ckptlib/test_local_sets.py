@@ -67,7 +67,7 @@ def test_pieces_of_two_saves_of_one_iteration_are_never_combined() -> None:
     for other in (set_id(250, attempt=2), set_id(250, number=7)):
         held = holdings(TWO, [C], [other])
         assert best(TWO, held) is None
-        assert "of iteration 250 from another save" in reason(TWO, held)
+        assert reason(TWO, held).endswith("has a local checkpoint of iteration 250, but of another save")
 
 
 def test_records_that_contradict_each_other_are_never_combined() -> None:

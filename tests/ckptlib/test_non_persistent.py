@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import signal
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from ckptlib.errors import NoResumePointError, NotACheckpointError
 from ckptlib.events import Notice
 from ckptlib.roots import Found
 from ckptlib.storage import PosixStorage
+from tests.support.ranks import try_ranks
 from tests.support.roots import Crash, crash_at, files_of, newest, small_state, states, tracker
 from tests.support.trees import assert_same, blanked
 
@@ -258,11 +262,51 @@ def test_c10_an_explicit_iteration_is_never_overridden_by_a_newer_non_persistent
             job(root).restore(state, at=at)
 
 
+def test_what_nothing_resumes_from_by_itself_takes_no_place(root: str) -> None:
+    checkpointer = job(root)
+    save(checkpointer, 10)
+    save(checkpointer, 20, semantic_type="LOCAL")
+    assert below(root) == ["iter_0000010", "iter_0000020"]
+    assert job(root).restore(blanked(small_state())).iteration == 10
+    assert below(root) == ["iter_0000010", "iter_0000020"]
+    save(job(root), 30)
+    assert below(root) == ["iter_0000030"]
+
+
 def test_a_persistent_checkpoint_after_a_non_persistent_one_wins(root: str) -> None:
     checkpointer = job(root)
     save(checkpointer, 20)
     save(checkpointer, 30, kind="persistent")
     assert job(root).restore(blanked(small_state())).iteration == 30
+
+
+def train_until_killed(rank: int, root: str, victim: int, delay: float) -> None:
+    """Goes on from what is there, which must not be older than what had been saved before."""
+    saved = Path(f"{root}-saved")
+    last = int(saved.read_text()) if saved.exists() else 0
+    checkpointer = job(root, timeout=30.0)
+    state = blanked(small_state())
+    restored = checkpointer.restore(state, missing="start")
+    assert restored.iteration >= last
+    if restored.found:
+        assert_same(state, small_state(float(restored.iteration)))
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for iteration in range(restored.iteration + 10, restored.iteration + 10_000, 10):
+        save(checkpointer, iteration)
+        if rank == 0:
+            saved.write_text(str(iteration))
+
+
+@pytest.mark.deep
+def test_ranks_that_are_killed_at_any_moment_leave_the_newest_one_whole(root: str) -> None:
+    """C04: at no moment there is none; at most the newest two are there after a start."""
+    rng = random.Random(3)
+    for attempt in range(10):
+        outcomes = try_ranks(2, train_until_killed, root, attempt % 2, 0.2 + rng.random(), wait_for=1, timeout=60)
+        assert [outcome.text for outcome in outcomes if outcome.error is not None] == []
+    job(root)
+    assert [each.state for each in roots.scan_non_persistent(PosixStorage(), root)].count("committed") == 1
 
 
 found = st.builds(
