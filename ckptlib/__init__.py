@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptlib import errors
     from ckptlib.api import save
-    from ckptlib.background_saves import AsyncOptions
+    from ckptlib.async_options import AsyncOptions
     from ckptlib.cadence import Schedule
     from ckptlib.cadence_loop import Cadence
     from ckptlib.checkpointer import Checkpointer
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncOptions": "background_saves",
+    "AsyncOptions": "async_options",
     "Cadence": "cadence_loop",
     "CheckpointInfo": "inspection",
     "Checkpointer": "checkpointer",

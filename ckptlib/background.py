@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from ckptlib import commit, exports, removal
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.beats import HEARTBEAT, Pulse
+from ckptlib.errors import StagingError
 from ckptlib.manifest import Begin, Decision
-from ckptlib.packing import Package, write_package
-from ckptlib.staging import Arena, StagedTensor, unstage
-from ckptlib.state import dtype_of
+from ckptlib.packing import Package, unwrite, write_package
+from ckptlib.staging import Arena, StagedTensor
+from ckptlib.state import TensorLeaf, dtype_of
 
 log = logging.getLogger("ckptlib")
 
@@ -33,9 +34,10 @@ class Job:
 
     Attributes:
         number: counts the jobs of a trainer.
+        again: a worker that ended had this job before: it may have left an unfinished file, or have recorded its part.
         url, storage_options, single_writer: the iteration directory.
         root: the run's directory; the tracker in it is moved by rank 0 when `moves_tracker` says so.
-        package: without tensors; they are `staged` in the arena of that number.
+        package: without tensors; they are staged in the arena of that number, in one slice or one after the other.
         commit_timeout: seconds that rank 0 waits for the records of all ranks before it decides `abort`.
         heartbeat: seconds between two signs of life, see `beats.interval_of`.
         removes: see `saving.SaveRequest`.
@@ -50,11 +52,12 @@ class Job:
     begin: Begin
     rank: int
     package: Package
-    staged: tuple[StagedTensor, ...]
+    slices: tuple[tuple[StagedTensor, ...], ...]
     arena: int
     commit_timeout: float
     heartbeat: float = HEARTBEAT
     removes: tuple[tuple[str, str], ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,34 @@ class Outcome:
 def take_in_hand(job: Job) -> Pulse:
     """Shows from here on that somebody has this job, also while it waits for the one before (W8)."""
     storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
-    tensors = sum(math.prod(staged.shape) * dtype_of(staged.dtype).itemsize for staged in job.staged)
+    staged = (place for slice_ in job.slices for place in slice_)
+    tensors = sum(math.prod(place.shape) * dtype_of(place.dtype).itemsize for place in staged)
     total = job.package.other_nbytes + tensors
     return Pulse(storage, path, job.begin, job.rank, total, job.heartbeat)
 
 
-def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, pulse: Pulse | None = None) -> Outcome:
+class Supply(Protocol):
+    """Where the slices of a job come from; without one, all of them are there."""
+
+    def next(self, number: int) -> None:
+        """Says that what lies before slice `number` is not read any more, and waits until that slice is there.
+
+        Raises:
+            StagingError: it will never be.
+        """
+
+
+def run_job(
+    job: Job,
+    arena: Arena | None,
+    written: Callable[[], None] = lambda: None,
+    pulse: Pulse | None = None,
+    supply: Supply | None = None,
+) -> Outcome:
     """Writes, records and, on rank 0, commits. Never raises for what can go wrong with one save.
 
     Args:
-        arena: holds the staged tensors.
+        arena: holds the staged tensors; None: it is used for others by now, as this rank's part has been recorded.
         written: called when the arena is not needed any more.
         pulse: of `take_in_hand`, if that was called.
     """
@@ -96,8 +117,10 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, 
     pulse = pulse or take_in_hand(job)
     try:
         try:
-            removal.remove_all(storage, job.removes)
-            files = write_package(storage, path, begin, job.rank, unstage(job.package, arena, job.staged), pulse)
+            files = 0
+            if not (job.again and _is_recorded(storage, path, job)):
+                removal.remove_all(storage, job.removes)
+                files = _write(storage, path, job, arena, pulse, supply)
         finally:
             written()
             pulse.stop()
@@ -112,7 +135,50 @@ def run_job(job: Job, arena: Arena, written: Callable[[], None] = lambda: None, 
     if decision is not None:
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
         left = removal.supersede(root_storage, root, begin)
-    return Outcome(job.number, decision, files=files.count, left=tuple(left))
+    return Outcome(job.number, decision, files=files, left=tuple(left))
+
+
+def _write(storage: st.Storage, path: str, job: Job, arena: Arena | None, pulse: Pulse, supply: Supply | None) -> int:
+    """Writes and records this rank's part; returns the number of its data files."""
+    if arena is None:
+        raise StagingError("its worker process ended, and what was staged for it is not there any more")
+    if job.again:
+        unwrite(storage, path, job.begin.save_id, job.rank, job.package)
+    tensors: Sequence[TensorLeaf] = tuple(arena.leaf(place) for place in job.slices[0])
+    if len(job.slices) > 1:
+        assert supply is not None
+        tensors = _Sliced(job.slices, arena, supply)
+    package = replace(job.package, tensors=tensors)
+    return write_package(storage, path, job.begin, job.rank, package, pulse).count
+
+
+class _Sliced(Sequence[TensorLeaf]):
+    """The tensors of a job in slices, to be iterated over once, in order."""
+
+    def __init__(self, slices: Sequence[Sequence[StagedTensor]], arena: Arena, supply: Supply) -> None:
+        self._slices = slices
+        self._arena = arena
+        self._supply = supply
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slices))
+
+    def __getitem__(self, i: Any) -> Any:
+        raise TypeError("slices of a save are there one after the other")
+
+    def __iter__(self) -> Iterator[TensorLeaf]:
+        for number, places in enumerate(self._slices):
+            if number:
+                self._supply.next(number)
+            for place in places:
+                yield self._arena.leaf(place)
+
+
+def _is_recorded(storage: st.Storage, path: str, job: Job) -> bool:
+    """Whether this rank's part is there: its record, or the decision, after which the records go."""
+    if job.rank not in commit.progress(storage, path, job.begin).missing:
+        return True
+    return commit.read_decision(storage, path, job.begin.save_id) is not None
 
 
 def _commit(storage: st.Storage, path: str, job: Job) -> Decision:

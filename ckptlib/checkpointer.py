@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import removal, resume, rng, roots, settling
+from ckptlib import commit, removal, resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
+from ckptlib.async_options import AsyncOptions
 from ckptlib.async_save import failed_save, run_async_save
-from ckptlib.background_saves import AsyncOptions, BackgroundSaves, Target, failure
+from ckptlib.background_saves import BackgroundSaves, Target, failure
 from ckptlib.combinations import FORMAT_OF, check
-from ckptlib.composing import Beside, Streams, compose
-from ckptlib.coordination import Group, PieceGroup, SoloGroup, agree, hand_out, lead, new_group
+from ckptlib.coordination import Group, PieceGroup, SoloGroup, StoreGroup, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
@@ -32,7 +32,7 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
-from ckptlib.layouts.contents import check_topology, content_of, writes
+from ckptlib.layouts.contents import check_topology
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.local import Chosen, LocalOptions, LocalTier
 from ckptlib.local_pieces import Pieces
@@ -40,16 +40,16 @@ from ckptlib.local_sets import World
 from ckptlib.manifest import Begin, Decision, Format, IoMode, Kind, SemanticType
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
-from ckptlib.restoring import Restored, RestoreRequest, parts_of, restore_from
-from ckptlib.saving import SaveRequest, SaveResult, run_save
+from ckptlib.requests import Asked, Requests
+from ckptlib.restoring import Restored, RestoreRequest, restore_from
+from ckptlib.saving import SaveRequest, SaveResult, plan_together, run_save
+from ckptlib.staging import layout
 from ckptlib.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TrackerMode = Literal["committed", "verified"]
-
-_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global", "non_persistent_local", "release")
 
 
 class Checkpointer:
@@ -144,14 +144,14 @@ class Checkpointer:
         self._save_interval = save_interval
         self._contents = contents
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
-        self._every_rng_state = data_parallel_random_init
         self._on_event = on_event
         self._timeout = timeout
         self._semantic_type: SemanticType = semantic_type
         self._format: Format = FORMAT_OF.get(semantic_type, "torch_dist") if format is None else format
         self._io_mode: IoMode = io_mode
         target = Target(self.root, storage_options, single_writer, tracker == "committed")
-        self._background = BackgroundSaves(background or AsyncOptions(), target)
+        abandon = self._group.abandon if isinstance(self._group, StoreGroup) else None
+        self._background = BackgroundSaves(background or AsyncOptions(), target, on_event, abandon)
         self._check_combination(self._semantic_type, self._format, io_mode, self._storage)
         self._parent: str | None = None
         self._plans = PlanCache()
@@ -168,6 +168,17 @@ class Checkpointer:
         settled: list[CommitEvent] = []
         self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, tracker, settled))
         self._local = None if local is None else self._open_local(local, settle_wait)
+        self._requests = Requests(
+            self._storage,
+            self._root,
+            run,
+            self._group,
+            topology,
+            self._attempt,
+            self._rng_tracker,
+            data_parallel_random_init,
+            self._local,
+        )
         for event in settled:
             self._announcer.tell_of_commit(event)
 
@@ -241,6 +252,7 @@ class Checkpointer:
             process_group=process_group,
             check_coverage=check_coverage,
         )
+        self.wait_staged()
         self._group.next_round()
         chosen, refused = lead(self._group, "resume", lambda: self._choose_or_refuse(at))
         local = self._choose_local(at, None if chosen is None else chosen[0], options)
@@ -389,11 +401,13 @@ class Checkpointer:
             io_mode: None: that given at construction.
 
         Returns:
-            The save. Of an asynchronous one, `SaveResult.wait` tells when it is done; ``save_id`` is empty when it was
-            skipped because as many as allowed were in flight (`AsyncOptions.at_limit`), which is also a notice.
+            The save. Of an asynchronous one, `SaveResult.wait` tells when it is done; one that was skipped, because as
+            many as allowed were in flight, is also a notice.
 
         Raises:
-            BackgroundSaveError: earlier asynchronous saves failed; told once, on every rank; this one is not made.
+            BackgroundSaveError: earlier asynchronous saves failed; told once, on every rank; this one is not made. With
+                overlapped staging a failure that only other ranks know of is told one call later, and so is what kept
+                the save before from being begun.
             SaveLimitError: as many saves are in flight as may be.
             CkptError: see `ckptlib.saving.run_save`. An older checkpoint is never touched by a failed save.
         """
@@ -407,11 +421,25 @@ class Checkpointer:
                 raise UnsupportedError(f"kind {kind!r} is every rank's own state (LOCAL), not {semantic_type}")
             meaning, format_ = "LOCAL", "torch"
         self._check_combination(meaning, format_, mode, self._storage if local is None else local.pieces.storage)
+        self.wait_staged()
+        self._raise_refusal()
         chosen = self._contents if contents is None else contents
-        with_rng = chosen is None or "rng" in chosen
-        every_rng = self._every_rng_state and local is None
-        all_rng = self._all_rng_states(meaning) if with_rng and every_rng else None
-        writer = writes(meaning, self.topology, self._group.rank, self._group.world_size)
+        request = self._requests.maker(
+            Asked(
+                state=state,
+                contents=chosen,
+                progress=progress,
+                metrics=metrics,
+                args=args,
+                rerun_state=rerun_state,
+                iteration=iteration,
+                kind=kind,
+                semantic_type=meaning,
+                format=format_,
+                io_mode=mode,
+                on_exists=on_exists,
+            )
+        )
 
         def prepare() -> SaveRequest:
             wait = local is not None and self._background.options.at_limit == "wait"
@@ -425,51 +453,25 @@ class Checkpointer:
                     raise CheckpointExistsError(f"{self.root}: iteration {iteration} is still being written (W9)")
                 if not self._background.drain(self._timeout):  # it is known only then what there is to replace
                     raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
-            if kind not in _KINDS:
-                raise UnsupportedError(f"kind {kind!r} is not supported; supported are {', '.join(_KINDS)}")
-            if kind == "non_persistent_local" and local is None:
-                raise UnsupportedError(f"kind {kind!r} needs Checkpointer(local=LocalOptions(root=...))")
-            rank, world_size, topology = self._group.rank, self._group.world_size, self.topology
-            if local is not None:  # a world of one
-                rank, world_size, topology = 0, 1, None
-            begin = Begin(
-                save_id="",
-                run=self.run,
-                attempt=self.attempt,
-                attempt_id=self._attempt.attempt_id,
-                iteration=iteration,
-                world_size=world_size,
-                plan_digest="",
-                kind=kind,
-                semantic_type=meaning,
-                format=format_,
-                io_mode=mode,
-                topology=topology,
-                parent=self._parent,
-                piece=None if local is None else local.pieces.piece,
-            )
-            tree: dict[str, Any] | None = None
-            if writer:  # else nobody looks at this rank's state
-                own = rng.capture(self._rng_tracker) if with_rng else None
-                streams = Streams(own, all_rng, every_rank=every_rng)
-                beside = Beside(progress or {}, metrics or {}, args, rerun_state, streams)
-                tree, begin = compose(parts_of(state, chosen), beside, begin, rank)
-            return SaveRequest(
-                self._storage if local is None else local.pieces.storage,
-                roots.iteration_path(self._root, iteration, kind) if local is None else local.pieces.path(iteration),
-                begin,
-                content_of(meaning, tree),
-                on_exists,
-                None if local is not None else lambda: roots.newest_attempt(self._storage, self._root),
-                tuple(self._failed),
-            )
+            return request(self._parent, self._failed)
 
         try:
             return self._save(prepare, mode, iteration, kind, local)
         except BackgroundSaveError as error:
-            self._told |= error.save_ids
-            self._failed = [failed for failed in self._failed if not failed.save_ids & error.save_ids]
+            self._has_told(error)
             raise
+
+    def _raise_refusal(self) -> None:
+        """Tells what kept an earlier save from being begun, after its call had returned: known on all ranks."""
+        if self._background.refused:
+            error = self._background.refused.pop(0)
+            if isinstance(error, BackgroundSaveError):
+                self._has_told(error)
+            raise error
+
+    def _has_told(self, error: BackgroundSaveError) -> None:
+        self._told |= error.save_ids
+        self._failed = [failed for failed in self._failed if not failed.save_ids & error.save_ids]
 
     def _save(
         self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind, local: LocalTier | None
@@ -477,15 +479,19 @@ class Checkpointer:
         if local is not None:
             return self._save_local(local, prepare, mode, iteration)
         if mode == "async":
-            pending = run_async_save(self._group, prepare, self._plans, self._background, self._timeout)
+            pending = run_async_save(
+                self._group, prepare, self._plans, self._background, self._timeout, self._has_begun
+            )
             if pending is None:
-                return self._skipped(self._storage.url(roots.iteration_path(self._root, iteration, kind)), iteration)
-            self._parent = pending.save_id
+                return self._skipped(self._storage.url(self._requests.path(iteration, kind)), iteration)
             return pending
         result, decision, begin = run_save(self._group, prepare, self._plans)
         self._after_commit(begin, decision)
         self._parent = begin.save_id
         return result
+
+    def _has_begun(self, begin: Begin) -> None:
+        self._parent = begin.save_id
 
     def _save_local(
         self, local: LocalTier, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int
@@ -520,20 +526,57 @@ class Checkpointer:
         self.poll()
         text = f"{url}: not saved: {self._background.options.max_in_flight} saves are in flight"
         emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
-        return SaveResult(url, iteration, "", 0, 0, 0.0)
+        return SaveResult(url, iteration, "", 0, 0, 0.0, skipped=True)
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes ready for asynchronous saves of `nbytes` on this rank: the worker, and warm memory to stage in.
+    def prepare(
+        self,
+        state: dict[str, Any] | int,
+        *,
+        progress: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        args: Any = None,
+        rerun_state: Any = None,
+        contents: Collection[str] | None = None,
+    ) -> None:
+        """Makes ready for asynchronous saves: plans, starts the worker, and makes warm memory of this rank's share.
+
+        Collective with a state: the plan says who writes what, and the first save of the same finds it. What else is
+        given is what `save` will be given; its contents do not matter. An optimizer that has not stepped has no moments
+        yet: prepare after the first step, or give bytes.
+
+        Args:
+            state: as for `save`; or the bytes of this rank's share, then nothing is planned and nobody is waited for.
 
         Raises:
             StagingError: there is not so much memory.
+            CkptError: as `save`.
         """
         self._check_open()
-        self._background.prepare(nbytes)
+        if isinstance(state, int):
+            self._background.prepare(state + state // 16 + 2**20)  # alignment
+            return
+        self.wait_staged()
+        request = self._requests.maker(
+            Asked(
+                state=state,
+                contents=self._contents if contents is None else contents,
+                progress=progress,
+                metrics=metrics,
+                args=args,
+                rerun_state=rerun_state,
+                iteration=0,
+                kind="persistent",
+                semantic_type=self._semantic_type,
+                format=self._format,
+                io_mode="async",
+            )
+        )
+        begun = plan_together(self._group, lambda: request(self._parent, ()), self._plans)
+        self._background.prepare(layout(begun.pack(self._group.rank).tensors)[1])
 
     def _after_commit(self, begin: Begin, decision: Decision, *, by_worker: bool = False) -> None:
         if self._group.rank == 0:
-            path = roots.iteration_path(self._root, begin.iteration, begin.kind)
+            path = self._requests.path(begin.iteration, begin.kind)
             self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
             if not by_worker:
                 self._tell_of_left(removal.supersede(self._storage, self._root, begin))
@@ -541,18 +584,6 @@ class Checkpointer:
     def _tell_of_left(self, left: Sequence[str]) -> None:
         for text in left:
             emit(self._on_event, Notice("superseded_not_removed", text))
-
-    def _all_rng_states(self, semantic_type: SemanticType) -> Sequence[rng.State] | None:
-        """On rank 0 the RNG states of all ranks; of LEGACY, on every rank, those of its cell of Megatron's grid.
-
-        Collective; fails on all ranks when it does on one.
-        """
-        self._group.next_round()
-        states = agree(self._group, "rng", lambda: rng.capture(self._rng_tracker))
-        if semantic_type != "LEGACY":
-            return states
-        topology = self.topology or Topology(dp=self._group.world_size)
-        return hand_out(self._group, "rng of cells", lambda: rng.cells_by_rank(states or [], topology))
 
     def poll(self) -> None:
         """Looks after saves that have ended in the background: tells listeners. Reads local state only."""
@@ -569,18 +600,59 @@ class Checkpointer:
                 self._after_commit(begin, outcome.decision, by_worker=True)
                 self._tell_of_left(outcome.left)
 
-    def drain(self, timeout: float = 30.0) -> bool:
-        """Waits for saves in flight, and hands what listeners still hold to where it belongs.
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Waits for an overlapped copy (`AsyncOptions.staging`): the state may change when this returns True.
+
+        Called by itself before an optimizer's step, before anything is loaded, and by the next save. Whoever changes
+        parameters in another way calls it before that.
+        """
+        return self._background.wait_staged(timeout)
+
+    def drain(self, timeout: float = 30.0, *, at_deadline: Literal["abort", "leave"] = "abort") -> bool:
+        """Waits for saves in flight, for what is left of a grace period, and has listeners hand over what they hold.
+
+        Every rank calls it. At the deadline rank 0 decides `abort` for what is not committed (W4): the resume point
+        before stands, and nobody can commit it later. What became of each save is a `save_drained` notice on rank 0.
+
+        Args:
+            timeout: seconds; a tenth of it, at most 2 s, is kept for the decision.
+            at_deadline: ``leave``: a worker process goes on, also after the end of this process.
 
         Returns:
-            Whether nothing is in flight any more. What is goes on, also after the end of this process.
+            Whether this rank has nothing in flight any more, and nothing was aborted.
         """
         deadline = time.monotonic() + timeout
-        ended = self._background.drain(timeout)
+        until = deadline - min(2.0, timeout / 10)
+        ended = self.wait_staged(timeout) and self._background.drain(max(0.0, until - time.monotonic()))
         if not self._closed:
             self.poll()
+        if not ended and at_deadline == "abort":
+            ended = self._abort_in_flight(timeout)
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
         return ended
+
+    def _abort_in_flight(self, timeout: float) -> bool:
+        """Decides what is undecided; whether all of it had been committed in time."""
+        begins = self._background.in_flight()
+        if self._background.unstaged is not None:
+            begins.append(self._background.unstaged)
+        if self._group.rank != 0:
+            return not begins
+        outcomes = []
+        for begin in begins:
+            path = self._requests.path(begin.iteration, begin.kind)
+            reason = f"the job ended, and after {timeout:g} s the save was not complete"
+            self._told.add(begin.save_id)
+            try:
+                decision = commit.decide_abort(self._storage, path, begin.save_id, reason=reason, decided_by="drain")
+            except OSError as error:
+                outcomes.append("undecided")
+                text = f"iteration {begin.iteration}: undecided, the next attempt settles it: {error}"
+            else:
+                outcomes.append(decision.outcome)
+                text = f"iteration {begin.iteration}: {decision.outcome}, decided by {decision.decided_by}"
+            emit(self._on_event, Notice("save_drained", text, {"iteration": begin.iteration, "outcome": outcomes[-1]}))
+        return all(outcome == "commit" for outcome in outcomes)
 
     def close(self, timeout: float = 30.0) -> None:
         """Ends this attempt's use of the checkpointer; safe to call twice.
@@ -589,15 +661,18 @@ class Checkpointer:
 
         Raises:
             BackgroundSaveError: one of the last saves failed.
+            CkptError: what kept an overlapped save from being begun.
         """
         if self._closed:
             return
         deadline = time.monotonic() + timeout
-        self._background.drain(timeout)
+        self.wait_staged(timeout)
+        self._background.drain(max(0.0, deadline - time.monotonic()))
         self._background.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         self._closed = True
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
+        self._raise_refusal()
         if self._failed:
             raise self._failed.pop(0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -106,6 +107,11 @@ class StoreGroup:
         self._round = 0
         self._reached = 0  # a round that everybody who reads this rank's messages has begun
         self._keys: list[tuple[int, str]] = []
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Ends what another thread waits for: its ranks are gone, or of no interest any more."""
+        self._abandoned = True
 
     def next_round(self) -> None:
         """Begins a new operation and drops those messages of this rank that everybody has read, or will never read.
@@ -195,6 +201,8 @@ class StoreGroup:
         return pickle.loads(self._guard(lambda: self._store.get(f"{self._round}/{name}")))  # noqa: S301
 
     def _check(self, name: str) -> bool:
+        if self._abandoned:
+            raise CoordinationError("given up: this process has begun anew")
         return self._guard(lambda: self._store.check([f"{self._round}/{name}"]))
 
     def _guard(self, call: Callable[[], T]) -> T:
@@ -221,14 +229,16 @@ def new_group(*, timeout: float, name: str | None = None) -> Group:
 
     Args:
         name: equal on all ranks; groups of the same name and store are one and keep their message rounds.
-            None: a fresh name, by the number of groups made so far, which is equal on all ranks of one program.
+            None: a fresh name, by the number of groups made so far over this store, which is equal on all ranks of
+            one program, also when one of them was replaced and the process group was made anew.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SoloGroup()
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if name is None:
-        return StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{next(_group_numbers)}")
+        number = next(_group_numbers.setdefault(store, itertools.count()))
+        return StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{number}")
     known = _groups.get(name)
     if known is None or known[0] is not store:
         known = _groups[name] = (store, StoreGroup(store, rank, world_size, timeout=timeout, prefix=f"ckptlib/{name}"))
@@ -236,7 +246,7 @@ def new_group(*, timeout: float, name: str | None = None) -> Group:
     return known[1]
 
 
-_group_numbers = itertools.count()
+_group_numbers: weakref.WeakKeyDictionary[Store, itertools.count[int]] = weakref.WeakKeyDictionary()
 _groups: dict[str, tuple[Store, StoreGroup]] = {}
 
 

@@ -38,6 +38,7 @@ from ckptlib.fetch import Target, Traffic, fetch_all
 from ckptlib.formats import torch_dist
 from ckptlib.load_options import LoadOptions
 from ckptlib.load_requests import Wanted, plan_leaves, target_of, wants
+from ckptlib.overlap import wait_for_copies
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import RankPlan
 from ckptlib.planning import Offer, PlanCache, Share
@@ -307,6 +308,7 @@ def load_together(group: Group, prepare: Callable[[], Prepared], plans: PlanCach
         RankFailedError: another rank refused; nothing was changed.
         LoadIncompleteError: another rank failed after this one had been filled.
     """
+    wait_for_copies()  # of what is about to be filled
     plans = PlanCache() if plans is None else plans
     prepared: Prepared | None = None
 

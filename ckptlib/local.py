@@ -32,7 +32,7 @@ from ckptlib.errors import (
 from ckptlib.events import ResumeChoice
 from ckptlib.local_pieces import Pieces
 from ckptlib.local_sets import Held, Known, SetId, World
-from ckptlib.saving import SaveRequest, tell_of_failures
+from ckptlib.saving import SaveRequest, all_failures
 
 ROOM = 1024 * 1024
 """Bytes beside its tensors that a piece needs at most, about: records, index, small files."""
@@ -186,7 +186,9 @@ class LocalTier:
 
     def _decide(self, offers: Sequence[Offer]) -> tuple[str, Known] | None:
         """Rank 0: the save id of the set, and what all ranks know of the older ones; None: some rank has no room."""
-        tell_of_failures([offer.failed for offer in offers])
+        failed = all_failures([offer.failed for offer in offers])
+        if failed is not None:
+            raise failed
         for rank, offer in enumerate(offers):
             if offer.iteration != offers[0].iteration:
                 raise DisagreementError(

@@ -7,11 +7,12 @@ are the shards of GLOBAL and TORCH_DCP, in `ckptlib.layouts` the whole state dic
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from ckptlib import commit
 from ckptlib import storage as st
@@ -23,7 +24,7 @@ from ckptlib.planning import Share
 from ckptlib.safe_pickle import dump_object
 from ckptlib.state import FlatState, TensorLeaf
 from ckptlib.value_digest import value_digest
-from ckptlib.writer import Blob, RankFiles, leaf_part, serialise_objects, write_rank_files
+from ckptlib.writer import Blob, RankFiles, data_file_name, leaf_part, serialise_objects, write_rank_files
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,13 @@ class Package(ABC):
     Attributes:
         tensors: views of the state, or copies of them, in the order in which they are written.
         values_digest: of the values that every rank has (W3).
+        is_sliceable: tensors may be cut along an axis, and are gone through once, in order.
     """
 
-    tensors: tuple[TensorLeaf, ...]
+    tensors: Sequence[TensorLeaf]
     values_digest: str
+
+    is_sliceable: ClassVar[bool] = False
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +51,10 @@ class Package(ABC):
     @abstractmethod
     def other_nbytes(self) -> int:
         """Bytes of everything else."""
+
+    @abstractmethod
+    def names(self, save_id: str, rank: int) -> list[str]:
+        """The files that `write` makes, relative to the iteration directory."""
 
     @abstractmethod
     def write(self, storage: st.Storage, path: str, save_id: str, rank: int, wrote: Callable[[int], None]) -> RankFiles:
@@ -66,6 +74,17 @@ class Content(Protocol):
     @property
     def nbytes(self) -> int:
         """Payload bytes of its tensors; of those that several ranks have, only one writes them."""
+
+    @property
+    def tensors(self) -> Sequence[TensorLeaf]:
+        """Its tensors. Whoever sets that of a leaf to a copy has the copy saved."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The modules, optimizers and other objects with a state that it was made of."""
+
+    def keep_values(self) -> None:
+        """Makes it independent of everything in the state but the tensors."""
 
     def describe(self) -> LocalPlan:
         """What the plan has to know of it."""
@@ -94,10 +113,17 @@ class Shards(Package):
     blobs: tuple[Blob, ...] = ()
     common: bytes | None = None
 
+    is_sliceable: ClassVar[bool] = True
+
     @property
     def other_nbytes(self) -> int:
         """Bytes of everything but the tensors."""
         return sum(len(blob.data) for blob in self.blobs) + len(self.common or b"")
+
+    def names(self, save_id: str, rank: int) -> list[str]:
+        """See `Package.names`."""
+        common = [] if self.common is None else [f"{commit.CONTROL}/{save_id}/{commit.COMMON}"]
+        return [data_file_name(rank, 0, save_id), *common]
 
     def write(self, storage: st.Storage, path: str, save_id: str, rank: int, wrote: Callable[[int], None]) -> RankFiles:
         """See `Package.write`."""
@@ -122,6 +148,23 @@ class ShardedContent:
     def nbytes(self) -> int:
         """See `Content.nbytes`."""
         return sum(leaf.nbytes for leaf in self.flat.tensors)
+
+    @property
+    def tensors(self) -> Sequence[TensorLeaf]:
+        """See `Content.tensors`."""
+        return self.flat.tensors
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """See `Content.parts`."""
+        return self.flat.parts
+
+    def keep_values(self) -> None:
+        """See `Content.keep_values`."""
+        for cell in self.flat.objects:
+            cell.data = copy.deepcopy(cell.data)
+        for value in self.flat.values:
+            value.value = copy.deepcopy(value.value)
 
     def describe(self) -> LocalPlan:
         """Metadata of this rank's leaves."""
@@ -171,3 +214,8 @@ def write_package(
         pulse.stop()
     commit.publish_record(storage, path, record)
     return written
+
+
+def unwrite(storage: st.Storage, path: str, save_id: str, rank: int, package: Package) -> None:
+    """Removes what `write_package` left that did not come to its record, so that it can be called again."""
+    storage.remove([st.join(path, name) for name in package.names(save_id, rank)])

@@ -42,7 +42,9 @@ class SaveResult:
     Attributes:
         bytes: of all files of the save, over all ranks; of an asynchronous one, payload bytes that this rank staged.
         files: number of data files, over all ranks; of an asynchronous one, of this rank, 0 before they are written.
-        seconds: wall time on this rank, from flattening to the end of the exports, or until the state may change.
+        seconds: wall time on this rank, from flattening to the end of the exports, or until `save` returned.
+        save_id: empty where it is not known yet (overlapped staging), and of a save that was skipped.
+        skipped: there is no save, as many as allowed were in flight (`AsyncOptions.at_limit`).
     """
 
     url: str
@@ -52,6 +54,7 @@ class SaveResult:
     files: int
     seconds: float
     phases: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
 
     def wait(self, timeout: float | None = None) -> SaveResult:
         """Returns when this rank's part is durable and, on rank 0, the checkpoint exists: of a synchronous save, now.
@@ -76,6 +79,7 @@ class SaveRequest:
             not made.
         removes: older saves, directory and save id, that go before anything is written.
         replaces: whether an older save of this iteration goes when this one is committed.
+        carries_failures: it is made, and what failed before is `Begun.failed` on all ranks. Equal on all ranks.
     """
 
     storage: st.Storage
@@ -87,6 +91,7 @@ class SaveRequest:
     failed: Sequence[BackgroundSaveError] = ()
     removes: Sequence[tuple[str, str]] = ()
     replaces: bool = True
+    carries_failures: bool = False
 
     def __post_init__(self) -> None:
         if self.on_exists not in ("error", "replace"):
@@ -99,12 +104,14 @@ class Begun:
 
     Attributes:
         value_digests: of this rank's plain values, by name.
+        failed: earlier saves that failed; the same on all ranks.
     """
 
     request: SaveRequest
     begin: Begin
     share: Share
     value_digests: Mapping[str, str]
+    failed: BackgroundSaveError | None = None
 
     def pack(self, rank: int) -> Package:
         """What this rank writes.
@@ -126,6 +133,25 @@ def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: Plan
         BackgroundSaveError: earlier saves failed (`SaveRequest.failed`), on whatever rank: the same on all.
         CheckpointExistsError, FencedError, StateError, RankFailedError, RankTimeoutError: as `run_save`.
     """
+    return _agree_on_plan(group, prepare, plans, _begin)
+
+
+def plan_together(group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache) -> Begun:
+    """What `begin_together` does before it begins: the plan is kept, and nothing is written. Collective.
+
+    Raises:
+        StateError, RankFailedError, RankTimeoutError: as `begin_together`.
+    """
+
+    def planned(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
+        return replace(request.begin, plan_digest=plan_digest, world_size=world_size)
+
+    return _agree_on_plan(group, prepare, plans, planned)
+
+
+def _agree_on_plan(
+    group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache, begin_: Callable[[SaveRequest, str, int], Begin]
+) -> Begun:
     group.next_round()
     prepared: tuple[SaveRequest, LocalPlan] | None = None
 
@@ -139,16 +165,16 @@ def begin_together(group: Group, prepare: Callable[[], SaveRequest], plans: Plan
     answers = agree(group, "plan", offer) or []
     assert prepared is not None  # else `agree` has raised
     request, local = prepared
-    opened = hand_out(group, "begin", lambda: _open(request, answers, plans, group.world_size))
+    opened = hand_out(group, "begin", lambda: _open(request, answers, plans, group.world_size, begin_))
     if opened is None:
-        answers = agree(group, "structure", lambda: (Offer(local), _place(request), ())) or []
-        opened = hand_out(group, "begin again", lambda: _open(request, answers, plans, group.world_size))
+        answers = agree(group, "structure", lambda: (Offer(local), _place(request), tuple(request.failed))) or []
+        opened = hand_out(group, "begin again", lambda: _open(request, answers, plans, group.world_size, begin_))
     assert opened is not None  # whole structures settle a plan
-    begin, new_share = opened
+    begin, new_share, failed = opened
     share = new_share or plans.share(local, begin.plan_digest)
     assert share is not None  # rank 0 uses a kept plan only when every rank has offered it
     plans.keep(local, share)
-    return Begun(request, begin, share, local.values)
+    return Begun(request, begin, share, local.values, failed)
 
 
 def run_save(
@@ -213,10 +239,16 @@ def _place(request: SaveRequest) -> tuple[str, int]:
 
 
 def _open(
-    request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int
-) -> list[tuple[Begin, Share | None] | None]:
+    request: SaveRequest,
+    answers: Sequence[_Answer],
+    plans: PlanCache,
+    world_size: int,
+    begin_: Callable[[SaveRequest, str, int], Begin],
+) -> list[tuple[Begin, Share | None, BackgroundSaveError | None] | None]:
     """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
-    tell_of_failures([failed for _, _, failed in answers])
+    failed = all_failures([failed for _, _, failed in answers])
+    if failed is not None and not request.carries_failures:
+        raise failed
     for rank, (_, place, _) in enumerate(answers):
         if place != answers[0][1]:
             raise DisagreementError(
@@ -227,21 +259,21 @@ def _open(
     if settled is None:
         return [None] * world_size
     plan, is_known = settled
-    begin = _begin(request, plan.digest, world_size)
-    return [(begin, None if is_known else Share.of(plan, rank)) for rank in range(world_size)]
+    begin = begin_(request, plan.digest, world_size)
+    return [(begin, None if is_known else Share.of(plan, rank), failed) for rank in range(world_size)]
 
 
-def tell_of_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> None:
-    """Raises, for all ranks, what any of them knows; not all of them need know of one failure already."""
+def all_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> BackgroundSaveError | None:
+    """What any of the ranks knows, for all of them; not all of them need know of one failure already."""
     first: dict[frozenset[str], tuple[int, BackgroundSaveError]] = {}
     for rank, failed in enumerate(by_rank):
         for error in failed:
             first.setdefault(error.save_ids, (rank, error))
     if not first:
-        return
+        return None
     told = sorted(first.values(), key=lambda entry: entry[1].iteration or 0)
     text = "; ".join(f"rank {rank}: {error}" if rank else str(error) for rank, error in told)
-    raise BackgroundSaveError(text, iteration=told[0][1].iteration, save_ids=frozenset().union(*first))
+    return BackgroundSaveError(text, iteration=told[0][1].iteration, save_ids=frozenset().union(*first))
 
 
 def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:

@@ -16,14 +16,20 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from ckptlib import memory
 from ckptlib.errors import StagingError
-from ckptlib.packing import Package
 from ckptlib.sharding import Box
 from ckptlib.state import TensorLeaf, dtype_of
+
+USABLE = 0.9
+"""Of the memory that is free: the rest is for whoever did not ask first."""
+
+REUSABLE = 0.75
+"""Of the size that a new arena could have: below that an old one makes way for it."""
 
 ALIGNMENT = 64
 """Bytes. Every tensor begins at a multiple: any dtype may be viewed there, and no two share a cache line."""
@@ -64,6 +70,7 @@ class Arena:
         except (OSError, ValueError) as error:
             raise StagingError(f"no {self.size / 2**20:.0f} MiB of memory for staging: {error}") from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = False
         self.closed = False
 
     def view(self, staged: StagedTensor) -> torch.Tensor:
@@ -78,33 +85,39 @@ class Arena:
             staged.key, self.view(staged), staged.global_shape, Box(staged.offset, staged.shape), main=True
         )
 
+    def pin(self) -> None:
+        """Locks the pages for copies from a GPU, which then run beside everything else; again: does nothing.
+
+        Raises:
+            StagingError: the driver refuses.
+        """
+        if not self._pinned:
+            refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0)
+            if refused:
+                raise StagingError(f"{self.size / 2**20:.0f} MiB for staging could not be page-locked: {refused}")
+            self._pinned = True
+
     def close(self) -> None:
         """Gives this process's hold on the memory back; the mapping itself ends with its last view."""
         self.closed = True
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         os.close(self.fd)
         del self._bytes, self._map
 
 
-def layout(tensors: Sequence[TensorLeaf]) -> tuple[list[StagedTensor], int]:
-    """Places for tensors, one after the other, and the bytes they take."""
-    staged, at = [], 0
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of `nbytes` takes in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def layout(tensors: Sequence[TensorLeaf], at: int = 0) -> tuple[list[StagedTensor], int]:
+    """Places for tensors, one after the other from `at` on, and where they end."""
+    staged = []
     for leaf in tensors:
         staged.append(StagedTensor(leaf.key, leaf.dtype, leaf.global_shape, leaf.box.shape, leaf.box.offset, at))
-        at += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+        at += aligned(leaf.nbytes)
     return staged, at
-
-
-def copy_in(arena: Arena, tensors: Sequence[TensorLeaf], staged: Sequence[StagedTensor]) -> None:
-    """Copies tensors to their places: each byte once. Returns when the state may change."""
-    devices = set()
-    for leaf, place in zip(tensors, staged, strict=True):
-        target = arena.view(place)
-        source = leaf.tensor.reshape(place.shape)
-        target.copy_(source, non_blocking=source.is_cuda)
-        if source.is_cuda:
-            devices.add(source.device)
-    for device in devices:
-        torch.cuda.synchronize(device)
 
 
 class Pool:
@@ -124,13 +137,23 @@ class Pool:
         self._lock = threading.Lock()
 
     @property
+    def has_room(self) -> bool:
+        """Whether a further save may be staged."""
+        with self._lock:
+            return len(self._used) < self._generations
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arenas."""
         with self._lock:
             return sum(arena.size for arena in (*self._free, *self._used))
 
-    def take(self, nbytes: int) -> Arena:
-        """An arena of at least `nbytes` that nobody reads from; `give_back` it.
+    def take(self, nbytes: int, least: int | None = None) -> Arena:
+        """An arena that nobody reads from; `give_back` it.
+
+        Args:
+            nbytes: of the arena.
+            least: where there is not so much, one of the size that there is will do, from `least` bytes on.
 
         Raises:
             StagingError: all generations are in use, or the budget or the memory does not suffice.
@@ -139,24 +162,40 @@ class Pool:
             if len(self._used) >= self._generations:
                 raise StagingError(f"all {self._generations} staging arenas are still being written from")
             fitting = sorted((arena for arena in self._free if arena.size >= nbytes), key=lambda arena: arena.size)
-            if fitting:
-                self._free.remove(fitting[0])
-                self._used.append(fitting[0])
-                return fitting[0]
-            # What is too small now will be too small again: its memory goes to the larger one.
-            held = sum(arena.size for arena in (*self._free, *self._used))
-            limit = math.inf if self._budget is None else self._budget
-            while self._free and (len(self._free) + len(self._used) >= self._generations or held + nbytes > limit):
-                held -= self._free[-1].size
-                self._free.pop().close()
-            if self._budget is not None and held + nbytes > self._budget:
-                raise StagingError(
-                    f"a save of {nbytes / 2**20:.0f} MiB does not fit into the staging budget of "
-                    f"{self._budget / 2**20:.0f} MiB, {held / 2**20:.0f} of which are in use"
-                )
-            arena = Arena(nbytes)
+            if not fitting:
+                fitting = [self._make(nbytes, least)]
+            arena = fitting[0]
+            if arena in self._free:
+                self._free.remove(arena)
             self._used.append(arena)
             return arena
+
+    def _make(self, nbytes: int, least: int | None) -> Arena:
+        """A new arena, or a free one that is as large as one can be. What is too small now will be too small again: its
+        memory goes to the larger one."""
+        free, used = (sum(arena.size for arena in arenas) for arenas in (self._free, self._used))
+        left = memory.available_bytes()
+        room = math.inf if left is None else free + int(left * USABLE)
+        if self._budget is not None:
+            room = min(room, self._budget - used)
+        size = nbytes
+        if size > room:
+            if least is None or room < least:
+                limit = "free memory" if self._budget is None or room != self._budget - used else "the staging budget"
+                raise StagingError(
+                    f"a save of {nbytes / 2**20:.0f} MiB does not fit into {limit}: {max(0, room) / 2**20:.0f} MiB are "
+                    f"left, beside {used / 2**20:.0f} MiB of saves in flight"
+                )
+            if self._budget is not None:
+                room = min(room, max(self._budget // self._generations, least))  # the saves after it want some too
+            size = int(room) // mmap.PAGESIZE * mmap.PAGESIZE
+            large = [arena for arena in self._free if arena.size >= size * REUSABLE]
+            if large:
+                return large[0]
+        while self._free and (len(self._free) + len(self._used) >= self._generations or free + size > room):
+            free -= self._free[-1].size
+            self._free.pop().close()
+        return Arena(size)
 
     def give_back(self, arena: Arena) -> None:
         """Says that nobody reads from an arena any more."""
@@ -167,8 +206,11 @@ class Pool:
             else:
                 self._free.append(arena)
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, least: int | None = None) -> None:
         """Makes all arenas, so that the first saves find warm memory too.
+
+        Args:
+            nbytes, least: of each; see `take`.
 
         Raises:
             StagingError: as `take`.
@@ -176,7 +218,7 @@ class Pool:
         taken: list[Arena] = []
         try:
             for _ in range(self._generations - len(self._used)):
-                taken.append(self.take(nbytes))  # noqa: PERF401 - what there is until one fails
+                taken.append(self.take(nbytes, least))  # noqa: PERF401 - what there is until one fails
         finally:
             for arena in taken:
                 self.give_back(arena)
@@ -188,8 +230,3 @@ class Pool:
             for arena in self._free:
                 arena.close()
             self._free = []
-
-
-def unstage(package: Package, arena: Arena, staged: Sequence[StagedTensor]) -> Package:
-    """The package with its tensors in the arena."""
-    return replace(package, tensors=tuple(arena.leaf(place) for place in staged))

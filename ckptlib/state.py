@@ -113,6 +113,7 @@ class FlatState:
         finishers: run after the leaves are filled.
         lists: path of each list whose elements are leaves of their own -> its length.
         elsewhere: tensors whose name is not the path at which they lie -> that path.
+        parts: the modules, optimizers and other objects with a state that were found in the tree.
     """
 
     tensors: list[TensorLeaf] = field(default_factory=list)
@@ -121,6 +122,12 @@ class FlatState:
     finishers: list[Finisher | Callable[[], None]] = field(default_factory=list)
     lists: dict[Path, int] = field(default_factory=dict)
     elsewhere: dict[str, str] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the tensors."""
+        return sum(leaf.nbytes for leaf in self.tensors)
 
     def object_keys(self) -> set[str]:
         """Names of the sharded objects and plain values."""
@@ -180,7 +187,7 @@ class _Walker:
         self._names = names
         self._stored = stored
         self._flat = FlatState()
-        self._seen: dict[str, str] = {}
+        self._seen: dict[str, Path] = {}
         self._of_rank: set[Path] = set()
 
     def run(self, state: Mapping[str, Any]) -> FlatState:
@@ -190,6 +197,9 @@ class _Walker:
         return self._flat
 
     def _walk(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
+        if type(value) is torch.Tensor:  # most of what there is: no finisher, nothing inside
+            self._tensor(path, value)
+            return
         flat = self._flat
         tensors, objects, values = len(flat.tensors), len(flat.objects), len(flat.values)
         first = len(flat.finishers)
@@ -244,6 +254,7 @@ class _Walker:
                     self._flat.finishers.append(functools.partial(put_tuple, value, items, assign))
             case _ if is_stateful(value):
                 stateful: Any = value
+                self._flat.parts.append(stateful)
                 if self._stored is not None and hasattr(stateful, "state_to_load"):
                     inner = stateful.state_to_load(self._stored, dotted(path))
                 else:
@@ -256,6 +267,7 @@ class _Walker:
                 self._flat.values.append(ValueLeaf(dotted(path), path, value, assign, path in self._of_rank))
 
     def _modules(self, path: Path, model: ModelParts) -> None:
+        self._flat.parts += model.modules
         entries = model.entries()
         inner = {name: entry.value for name, entry in entries.items()}
         if inner:
@@ -263,6 +275,7 @@ class _Walker:
         self._flat.finishers.append(lambda: model.load_entries(entries, inner))
 
     def _optimizer(self, path: Path, parts: OptimizerParts) -> None:
+        self._flat.parts += parts.optimizers
         prefix = dotted(path)
         if self._stored is None:
             state = optim.named_state(parts.optimizers, self._names, prefix)
@@ -309,8 +322,8 @@ class _Walker:
         if not key.isascii() and not _is_text(key):
             raise StateError(f"state: the name {key!r} is no text: it has half of a surrogate pair in it")
         if key in self._seen:
-            raise StateError(f"two leaves are named {key!r}: at {self._seen[key]} and at {dotted(path)}")
-        self._seen[key] = dotted(path)
+            raise StateError(f"two leaves are named {key!r}: at {dotted(self._seen[key])} and at {dotted(path)}")
+        self._seen[key] = path
 
 
 def content_names(state: Mapping[str, Any]) -> set[str]:
@@ -399,7 +412,8 @@ def _parameter_names(state: Mapping[str, Any]) -> optim.Names:
                 names.setdefault(id(parameter), (name, dotted((*path, name))))
         elif isinstance(value, Mapping):
             for name, inner in value.items():
-                visit((*path, name), inner)
+                if type(inner) is not torch.Tensor:
+                    visit((*path, name), inner)
         elif isinstance(value, list | tuple):
             for i, inner in enumerate(value):
                 visit((*path, i), inner)

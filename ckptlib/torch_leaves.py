@@ -47,17 +47,23 @@ def place(key: str, tensor: torch.Tensor) -> list[Placed]:
     Raises:
         StateError: the tensor has no plain bytes, is a partial sum, or its rows cannot be told apart; names `key`.
     """
-    if isinstance(tensor, DTensor):
-        return _place_dtensor(key, tensor)
-    if isinstance(tensor, TorchShardedTensor):
-        shape = tuple(tensor.metadata().size)
-        return [
-            _checked(key, shard.tensor, shape, shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-            for shard in tensor.local_shards()
-        ]
+    if type(tensor) not in _PLAIN_TYPES:
+        if isinstance(tensor, DTensor):
+            return _place_dtensor(key, tensor)
+        if isinstance(tensor, TorchShardedTensor):
+            shape = tuple(tensor.metadata().size)
+            return [
+                _checked(key, shard.tensor, shape, shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+                for shard in tensor.local_shards()
+            ]
     check_plain(key, tensor)
-    shape = tuple(tensor.shape)
-    return [Placed(tensor.detach(), shape, Box((0,) * len(shape), shape))]
+    box = _whole(tensor.shape)
+    return [Placed(tensor.detach(), box.shape, box)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Box:
+    return Box.whole(shape)
 
 
 def check_plain(key: str, tensor: torch.Tensor) -> None:
@@ -71,7 +77,7 @@ def check_plain(key: str, tensor: torch.Tensor) -> None:
         raise StateError(f"tensor {key!r}: layout {layout} cannot be saved; make it dense first")
     if tensor.is_quantized:
         raise StateError(f"tensor {key!r}: {tensor.dtype} is a quantized tensor; save int_repr(), scale and zero point")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise StateError(f"tensor {key!r} is on the meta device: it has no data")
     kind: Any = tensor
     if type(kind) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(kind):

@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import struct
@@ -24,19 +25,29 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ckptlib.background import Job, Outcome, run_job, take_in_hand
+from ckptlib.background import Job, Outcome, Supply, run_job, take_in_hand
 from ckptlib.beats import Pulse
+from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena
 
 log = logging.getLogger("ckptlib")
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a worker does not end."""
+IoPriority = Literal["normal", "low", "idle"]
+"""Of the worker's writes, where the kernel's I/O scheduler knows priorities; ``idle``: when nobody else has any."""
+
+_IO_CLASSES: Mapping[IoPriority, tuple[str, ...]] = {
+    "normal": (),
+    "low": ("ionice", "-c", "2", "-n", "7"),
+    "idle": ("ionice", "-c", "3"),
+}
+IO_PRIORITIES = tuple(_IO_CLASSES)
 
 
 @dataclass(frozen=True)
@@ -55,10 +66,80 @@ class OldArena:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """Trainer to worker: slice `slice` of a job is there; None: it and those after it will never be."""
+
+    number: int
+    slice: int | None
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """Worker to trainer: the first `slices` slices of a job are not read any more."""
+
+    number: int
+    slices: int
+
+
+@dataclass(frozen=True)
 class Written:
     """Worker to trainer: a job's arena is not read any more; its record is there, or it failed."""
 
     number: int
+
+
+Report = Written | Consumed | Outcome
+"""What a worker says."""
+
+
+class SliceSupply:
+    """`background.Supply` for the jobs of one worker, told from another thread of what is there.
+
+    Args:
+        consumed: called when slices are not read any more.
+    """
+
+    def __init__(self, consumed: Callable[[Consumed], None]) -> None:
+        self._consumed = consumed
+        self._there: dict[int, float] = {}
+        self._change = threading.Condition()
+        self._ended = False
+
+    def staged(self, message: Staged) -> None:
+        """The trainer has staged a slice, or given up."""
+        with self._change:
+            self._there[message.number] = -1 if message.slice is None else message.slice
+            self._change.notify_all()
+
+    def end(self) -> None:
+        """The trainer is gone."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def of(self, job: Job) -> Supply:
+        """The slices of a job; those of earlier ones are done with."""
+        with self._change:
+            self._there = {number: there for number, there in self._there.items() if number >= job.number}
+        return _JobSupply(self, job.number)
+
+    def wait(self, number: int, slice_: int) -> None:
+        """See `Supply.next`."""
+        self._consumed(Consumed(number, slice_))
+        with self._change:
+            self._change.wait_for(lambda: self._ended or not 0 <= self._there.get(number, 0) < slice_)
+            there = self._there.get(number, 0)
+        if there < slice_:
+            raise StagingError(f"slice {slice_} of the state was never staged: the training process gave up, or ended")
+
+
+@dataclass(frozen=True)
+class _JobSupply:
+    supply: SliceSupply
+    number: int
+
+    def next(self, number: int) -> None:
+        self.supply.wait(self.number, number)
 
 
 class Connection:
@@ -103,17 +184,26 @@ class WorkerProcess:
     """A worker, seen from the trainer.
 
     Args:
-        receive: called with each `Written` and `Outcome`, in a thread of its own; with None when the worker has ended.
+        receive: called with each `Report`, in a thread of its own; with None when the worker has ended.
         nice: added to the process priority; 19 is the lowest.
+        io_priority: see `IoPriority`.
+
+    Raises:
+        StateError: the program that sets the I/O priority is not installed.
     """
 
-    def __init__(self, receive: Callable[[Written | Outcome | None], None], *, nice: int = 0) -> None:
+    def __init__(
+        self, receive: Callable[[Report | None], None], *, nice: int = 0, io_priority: IoPriority = "normal"
+    ) -> None:
+        prefix = _IO_CLASSES[io_priority]
+        if prefix and shutil.which(prefix[0]) is None:
+            raise StateError(f"io_priority={io_priority!r}: {prefix[0]} (util-linux) is not installed")
         ours, theirs = socket.socketpair()
         with theirs, _held_back():
             # The package is found where this one was, whatever the trainer did to its search path.
             path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from ckptlib.worker import main; main({theirs.fileno()}, {nice})"],
+                [*prefix, sys.executable, "-c", f"from ckptlib.worker import main; main({theirs.fileno()}, {nice})"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for the worker
                 pass_fds=[theirs.fileno()],
@@ -143,6 +233,10 @@ class WorkerProcess:
     def submit(self, job: Job) -> None:
         """Hands a job over. `OSError` when the worker has ended."""
         self._connection.send(job)
+
+    def staged(self, message: Staged) -> None:
+        """Says what has become of a slice of a job. `OSError` when the worker has ended."""
+        self._connection.send(message)
 
     def close(self, timeout: float | None) -> bool:
         """Waits until everything handed over is done and the worker has ended; False: it still works, and goes on."""
@@ -204,6 +298,8 @@ def main(fd: int, nice: int) -> None:
     jobs: queue.Queue[Job | OldArena | None] = queue.Queue()
     pulses: dict[int, Pulse] = {}
 
+    supply = SliceSupply(lambda message: _tell(connection, message))
+
     def read() -> None:
         """Takes messages as they come: a trainer that hands over a save never waits for the one before."""
         try:
@@ -211,6 +307,8 @@ def main(fd: int, nice: int) -> None:
                 message, arena_fd = connection.receive()
                 if isinstance(message, NewArena):
                     arenas[message.number] = Arena(message.size, arena_fd)
+                elif isinstance(message, Staged):
+                    supply.staged(message)
                 else:
                     if isinstance(message, Job):
                         pulses[message.number] = take_in_hand(message)
@@ -221,6 +319,7 @@ def main(fd: int, nice: int) -> None:
             log.exception("a message of the training process cannot be read")
         finally:
             jobs.put(None)
+            supply.end()
 
     threading.Thread(target=read, name="ckptlib-jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
@@ -228,11 +327,11 @@ def main(fd: int, nice: int) -> None:
             arenas.pop(job.number).close()
             continue
         written = functools.partial(_tell, connection, Written(job.number))
-        outcome = run_job(job, arenas[job.arena], written, pulses.pop(job.number))
+        outcome = run_job(job, arenas.get(job.arena), written, pulses.pop(job.number), supply.of(job))
         _tell(connection, outcome)
 
 
-def _tell(connection: Connection, message: Written | Outcome) -> None:
+def _tell(connection: Connection, message: Report) -> None:
     """The trainer may be gone: storage knows all that matters."""
     with contextlib.suppress(OSError):
         connection.send(message)

@@ -114,7 +114,7 @@ def write_rank_files(
     Args:
         storage, path: the iteration directory.
         blobs: objects, first in the file, as torch does it.
-        tensors: the leaves that this rank writes.
+        tensors: the leaves that this rank writes; gone through once.
         wrote: told of payload bytes as they are handed to the storage.
 
     Returns:
@@ -126,6 +126,7 @@ def write_rank_files(
     if not blobs and not tensors:
         return RankFiles((), (), ())
     name = data_file_name(rank, 0, save_id)
+    repeated = {blob.key: blob.data for blob in blobs if not blob.wrapped and len(blob.data) <= REPEATED_OBJECT_BYTES}
     stream = storage.open_write(st.join(path, name))
     try:
         chunks, objects, offset = [], [], 0
@@ -137,17 +138,12 @@ def write_rank_files(
         for leaf in tensors:
             chunks.append(_write_tensor(stream, leaf, name, offset, wrote))
             offset += chunks[-1].location.length
+            if leaf.box.shape == leaf.global_shape and leaf.nbytes <= REPEATED_TENSOR_BYTES:
+                repeated[leaf.key] = bytes(leaf_bytes(leaf.tensor))
         written = stream.finish()
     except BaseException:
         stream.abort()
         raise
-    repeated = {
-        blob.key: blob.data for blob in blobs if not blob.wrapped and len(blob.data) <= REPEATED_OBJECT_BYTES
-    } | {
-        leaf.key: bytes(leaf_bytes(leaf.tensor))
-        for leaf in tensors
-        if leaf.box.shape == leaf.global_shape and leaf.nbytes <= REPEATED_TENSOR_BYTES
-    }
     return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects), repeated)
 
 

@@ -48,6 +48,7 @@ from ckptlib.errors import (
 )
 from ckptlib.fetch import Target, fetch_all
 from ckptlib.manifest import Begin, RankRecord
+from ckptlib.overlap import wait_for_copies
 from ckptlib.plan import values_digest
 from ckptlib.read_plan import plan_boxes
 from ckptlib.safe_pickle import load_metadata, load_object
@@ -308,6 +309,7 @@ class CkptReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Objects first, then all tensors in one go, straight into torch's targets where they allow it."""
+        wait_for_copies()
         source = self._opened()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

@@ -132,6 +132,10 @@ class ModelState:
         for chunk, part in zip(self.chunks, parts, strict=True):
             chunk.load_state_dict(to_state_dict(part))
 
+    def steady_parts(self) -> list[torch.nn.Module]:
+        """See `ckptlib.steady`."""
+        return self.chunks
+
     def placed(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
         """Every tensor of the model and where it lies; `data` is the parameter itself."""
         yield from _placed(self.state_dict())

@@ -96,6 +96,10 @@ class OptimizerState:
             (wanted if place is None else wanted.setdefault(int(place), {}))[name] = WholeValue(None)
         return wanted
 
+    def steady_parts(self) -> list[torch.optim.Optimizer]:
+        """See `ckptlib.steady`."""
+        return [member.optimizer for member in self._members if not _is_stub(member)]
+
     def reload_model_params(self) -> None:
         """Makes main parameters from the weights: `Checkpointer.restore` asks for it when it loaded weights alone."""
         for member in self._members:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckptlib.packing import Package
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
 from ckptlib.planning import Share
-from ckptlib.state import leaf_bytes
+from ckptlib.state import TensorLeaf, leaf_bytes
 from ckptlib.torch_file import Skeleton, skeleton
 from ckptlib.writer import RankFiles
 
@@ -25,6 +25,10 @@ class OwnFile(Package):
     """A rank's own state in one file; None: this rank writes nothing."""
 
     skeleton: Skeleton | None = None
+
+    def names(self, save_id: str, rank: int) -> list[str]:
+        """See `Package.names`."""
+        return [own_file_name(rank, save_id)]
 
     @property
     def other_nbytes(self) -> int:
@@ -51,11 +55,20 @@ class OwnContent:
     """A package that depends on no other rank: there is nothing to plan, to tile or to agree on."""
 
     package: OwnFile
+    parts: Sequence[Any] = ()
 
     @property
     def nbytes(self) -> int:
         """See `Content.nbytes`."""
         return self.package.nbytes
+
+    @property
+    def tensors(self) -> Sequence[TensorLeaf]:
+        """See `Content.tensors`."""
+        return self.package.tensors
+
+    def keep_values(self) -> None:
+        """They are: the package was made with them."""
 
     def describe(self) -> LocalPlan:
         """Nothing."""
@@ -83,4 +96,4 @@ def own_content(tree: Mapping[str, Any] | None) -> OwnContent:
         raise StateError(
             "state: a tensor lies inside an object that is no dict, list or tuple. Turn that object into one of these."
         )
-    return OwnContent(OwnFile(tuple(own.tensors[storage] for storage in order), nothing, form))
+    return OwnContent(OwnFile(tuple(own.tensors[storage] for storage in order), nothing, form), own.parts)

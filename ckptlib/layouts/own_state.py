@@ -37,10 +37,12 @@ class OwnState:
     Attributes:
         tree: plain, with stand-ins of the same shapes, dtypes and strides for tensors: memory that was never touched.
         tensors: ``_cdata`` of the storage of each stand-in -> the tensor whose elements fill it, in order.
+        parts: the modules, optimizers and other objects with a state that were found in it.
     """
 
     tree: Any
     tensors: dict[int, TensorLeaf] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
 
 
 def capture(state: Mapping[str, Any]) -> OwnState:
@@ -55,7 +57,7 @@ def capture(state: Mapping[str, Any]) -> OwnState:
         tree = {name: walker.visit((name,), value) for name, value in _items((), state)}
     except RecursionError as error:
         raise StateError("state: it contains itself, or is nested too deeply") from error
-    return OwnState(tree, walker.tensors)
+    return OwnState(tree, walker.tensors, walker.parts)
 
 
 def plain(path: Path, value: Any) -> Any:
@@ -97,9 +99,11 @@ def check_whole(path: Path, part: Any) -> None:
 class _Walker:
     def __init__(self) -> None:
         self.tensors: dict[int, TensorLeaf] = {}
+        self.parts: list[Any] = []
         self._stand_ins: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def visit(self, path: Path, value: Any) -> Any:
+        self.parts += _parts(value)
         value = plain(path, value)
         if isinstance(value, torch.Tensor):
             return self._tensor(path, value)
@@ -124,6 +128,16 @@ class _Walker:
                 key, memory.tensor, tuple(memory.tensor.shape), Box.whole(tuple(memory.tensor.shape))
             )
         return known.as_strided(tensor.shape, memory.strides)
+
+
+def _parts(value: Any) -> list[Any]:
+    match value:
+        case ModelParts():
+            return [*value.modules]
+        case OptimizerParts():
+            return [*value.optimizers]
+        case _:
+            return [value] if is_stateful(value) else []
 
 
 @dataclass(frozen=True)

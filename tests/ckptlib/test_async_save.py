@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,9 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, background, background_saves, staging, worker
+from ckptlib import Checkpointer, background, background_saves, commit, exports, packing, staging, worker, workshop
+from ckptlib.async_options import AsyncOptions
 from ckptlib.background import Job, Outcome
-from ckptlib.background_saves import AsyncOptions
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
@@ -37,6 +39,7 @@ from ckptlib.manifest import Decision
 from ckptlib.staging import Pool
 from ckptlib.storage import Storage
 from tests.support.ranks import run_ranks
+from tests.support.workers import is_worker, marked_workers
 
 THREAD = AsyncOptions(worker="thread")
 
@@ -82,21 +85,14 @@ def root(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    before = {process.pid for process in psutil.process_iter()}
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("CKPTLIB_TEST_MARK", mark)
     yield
     deadline = time.monotonic() + 20
-    while left := [process for process in psutil.process_iter() if process.pid not in before and is_worker(process)]:
+    while left := marked_workers("CKPTLIB_TEST_MARK", mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def is_worker(process: psutil.Process) -> bool:
-    """Whether it is a worker that has not ended; one whose parent does not ask for its end stays a zombie."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and "ckptlib.worker" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
 
 
 class Listener:
@@ -156,7 +152,7 @@ def test_states_of_changing_size_are_written_from_their_own_memory(root: str, ki
         for iteration, size in enumerate(sizes):
             job.save({"w": torch.full((size,), float(iteration))}, iteration=iteration)
         assert job.drain(60)
-        process = job._background._worker
+        process = job._background.worker
         if isinstance(process, worker.WorkerProcess):
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             assert maps.count("ckptlib-staging") <= 2, "the memory of arenas that were closed is given back"
@@ -167,7 +163,7 @@ def test_states_of_changing_size_are_written_from_their_own_memory(root: str, ki
 
 def test_a_thread_that_is_not_waited_for_still_writes_what_was_staged(root: str) -> None:
     gate = threading.Event()
-    with mock.patch.object(background_saves, "run_job", slow(gate)):
+    with mock.patch.object(workshop, "run_job", slow(gate)):
         job = Checkpointer(root, run="run", io_mode="async", background=THREAD)
         pending = job.save(state(1), iteration=1)
         job.close(timeout=0.01)
@@ -186,7 +182,7 @@ class Unreadable:
 def test_a_worker_that_cannot_read_its_job_fails_it_and_ends(root: str) -> None:
     job = Checkpointer(root, run="run", io_mode="async")
     job.prepare(4096)
-    process = job._background._worker
+    process = job._background.worker
     assert isinstance(process, worker.WorkerProcess)
     options: Any = Unreadable()
     unreadable = mock.Mock(side_effect=lambda **of: replace(Job(**of), storage_options=options))
@@ -212,7 +208,7 @@ def test_what_happens_at_the_limit_is_what_the_caller_chose(root: str, at_limit:
     gate, notices = threading.Event(), list[Notice]()
     options = AsyncOptions(worker="thread", at_limit=at_limit)
     with (
-        mock.patch.object(background_saves, "run_job", slow(gate)),
+        mock.patch.object(workshop, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=options, on_event=notices.append) as job,
     ):
         job.save(state(1), iteration=1)
@@ -234,7 +230,7 @@ def test_what_happens_at_the_limit_is_what_the_caller_chose(root: str, at_limit:
 def test_a_synchronous_save_waits_for_those_in_flight(root: str) -> None:
     gate = threading.Event()
     with (
-        mock.patch.object(background_saves, "run_job", slow(gate)),
+        mock.patch.object(workshop, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
     ):
         job.save(state(1), iteration=1)
@@ -273,16 +269,98 @@ def test_the_last_save_that_failed_is_told_when_the_checkpointer_is_closed(root:
         job.save(state(2), iteration=2)
 
 
-def test_a_worker_that_is_killed_fails_its_save_and_is_replaced(root: str) -> None:
+def end_worker(job: Checkpointer, number: signal.Signals) -> None:
+    process = job._background.worker
+    assert isinstance(process, worker.WorkerProcess)
+    os.kill(process.pid, number)
+
+
+def test_what_a_worker_that_is_killed_had_is_written_by_another(root: str) -> None:
+    """What is staged outlives the worker, as it outlives the trainer."""
+    with Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(max_in_flight=2)) as job:
+        job.prepare(1 << 20)
+        end_worker(job, signal.SIGSTOP)
+        first, second = job.save(state(1), iteration=1), job.save(state(2), iteration=2)
+        end_worker(job, signal.SIGKILL)
+        first.wait(60)
+        second.wait(60)
+        job.save(state(3), iteration=3).wait(60)
+    for iteration in (1, 2, 3):
+        assert_holds(f"{root}/iter_{iteration:07d}", iteration)
+        assert ckptlib.verify(f"{root}/iter_{iteration:07d}").ok
+
+
+class Killed(BaseException):
+    """Ends a job where a SIGKILL would."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (packing, "write_rank_files"),
+        (commit, "write_common"),
+        (commit, "publish_record"),
+        (background, "_commit"),
+        (exports, "conclude"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_another_worker_goes_on_wherever_the_first_one_ended(root: str, module: Any, name: str, after: bool) -> None:
+    """W2, W4: what was not recorded is written again; what was recorded, or decided, stands."""
+    arenas: list[Any] = []
+    jobs: list[Job] = []
+
+    def end(job: Job, arena: Any, *rest: Any) -> Outcome:
+        jobs.append(job)
+        arenas.append(arena)
+        return Outcome(job.number, error="not written")
+
+    with (
+        mock.patch.object(workshop, "run_job", end),
+        Checkpointer(root, run="run", io_mode="async", background=THREAD) as trainer,
+    ):
+        with pytest.raises(BackgroundSaveError):
+            trainer.save(state(1), iteration=1).wait(60)
+        real = getattr(module, name)
+
+        def killed(*args: Any, **options: Any) -> Any:
+            if after:
+                real(*args, **options)
+            raise Killed
+
+        with mock.patch.object(module, name, killed), pytest.raises(Killed):
+            background.run_job(jobs[0], arenas[0])
+        outcome = background.run_job(replace(jobs[0], again=True), arenas[0])
+        assert outcome.error is None
+        assert outcome.decision is not None
+        assert outcome.decision.outcome == "commit"
+        with contextlib.suppress(BackgroundSaveError):  # what this test made of the first worker
+            trainer.close()
+    assert_holds(f"{root}/iter_0000001", 1)
+    assert ckptlib.verify(f"{root}/iter_0000001").ok
+    assert len(list(Path(root).glob("iter_0000001/__0_*"))) == 1
+
+
+def stopped_worker(*args: Any, **options: Any) -> worker.WorkerProcess:
+    process = worker.WorkerProcess(*args, **options)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process
+
+
+def test_a_save_that_ends_two_workers_fails_on_its_own(root: str) -> None:
     with Checkpointer(root, run="run", io_mode="async") as job:
         job.prepare(1 << 20)
-        process = job._background._worker
-        assert isinstance(process, worker.WorkerProcess)
-        os.kill(process.pid, signal.SIGSTOP)
+        end_worker(job, signal.SIGSTOP)
+        first = job._background.worker
         pending = job.save(state(1), iteration=1)
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(BackgroundSaveError, match=r"iteration 1 .*worker process ended"):
-            pending.wait(60)
+        with mock.patch.object(workshop, "WorkerProcess", side_effect=stopped_worker):
+            end_worker(job, signal.SIGKILL)
+            while job._background.worker in (None, first):
+                time.sleep(0.01)
+            end_worker(job, signal.SIGKILL)
+            with pytest.raises(BackgroundSaveError, match=r"iteration 1 .*worker process ended"):
+                pending.wait(60)
         decision = next(Path(root).glob("iter_0000001/.ckpt/*/decision.json")).read_text()
         assert "abort" in decision, "nobody waits for what will not come"
         with pytest.raises(BackgroundSaveError, match="iteration 1"):
@@ -299,7 +377,7 @@ def test_a_worker_that_ends_after_its_part_was_done_has_not_failed(root: str) ->
         return background.run_job(job, *args)
 
     with (
-        mock.patch.object(background_saves, "run_job", run),
+        mock.patch.object(workshop, "run_job", run),
         Checkpointer(root, run="run", io_mode="async", background=THREAD) as job,
     ):
         job.save(state(1), iteration=1).wait(60)
@@ -399,7 +477,7 @@ def test_a_worker_that_has_only_just_been_started_is_not_ended_by_the_signals_th
     """Its start takes seconds, and it may have been handed a save by then."""
     with Checkpointer(root, run="run", io_mode="async") as job:
         pending = job.save(state(1), iteration=1)
-        process = job._background._worker
+        process = job._background.worker
         assert isinstance(process, worker.WorkerProcess)
         for number in worker.IGNORED:
             os.kill(process.pid, number)
@@ -423,7 +501,7 @@ FORKING = """
     if os.fork() == 0:
         time.sleep(600)  # a data loader's worker that nobody told
     job.save({"model": {"w": torch.ones(4)}}, iteration=1).wait()
-    print(job._background._worker.pid, flush=True)
+    print(job._background.worker.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -485,7 +563,7 @@ def no_room_on_one_rank(rank: int, root: str) -> list[str]:
     """Rank 1's first save takes longer than a rank waits; what each rank sees."""
     gate, seen = threading.Event(), []
     with (
-        mock.patch.object(background_saves, "run_job", slow(gate) if rank == 1 else background.run_job),
+        mock.patch.object(workshop, "run_job", slow(gate) if rank == 1 else background.run_job),
         mock.patch.object(background, "_commit", return_value=None),
         Checkpointer(root, run="run", io_mode="async", background=THREAD, timeout=1.0) as job,
     ):
@@ -511,7 +589,7 @@ def test_an_iteration_that_is_being_written_exists(root: str) -> None:
     """W9."""
     gate = threading.Event()
     with (
-        mock.patch.object(background_saves, "run_job", slow(gate)),
+        mock.patch.object(workshop, "run_job", slow(gate)),
         Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2, worker="thread")) as job,
     ):
         first = job.save(state(1), iteration=1)

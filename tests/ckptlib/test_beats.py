@@ -21,7 +21,7 @@ import torch
 
 import ckptlib
 from ckptlib import Checkpointer, beats, commit, roots, settling
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.beats import Beat, Pulse, Watch, in_flight, interval_of
 from ckptlib.errors import RecordError, StateError
 from ckptlib.events import Notice
@@ -293,7 +293,7 @@ TRAINER = """
     for iteration in (3, 7):
         rows = torch.full((2,), float(iteration))
         job.save({"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, 2))}, iteration=iteration)
-    print("staged", job._background._worker.pid, flush=True)
+    print("staged", job._background.worker.pid, flush=True)
     signal.pause()
 """
 

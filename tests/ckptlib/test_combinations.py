@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.combinations import (
     FORMATS,
     IO_MODES,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ckptlib
 from ckptlib import Checkpointer, commit, exports, removal, restoring, roots, settling
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import NoResumePointError, NotACheckpointError
 from ckptlib.events import Notice
 from ckptlib.roots import Found

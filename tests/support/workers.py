@@ -18,6 +18,16 @@ def is_worker(process: psutil.Process) -> bool:
         return False
 
 
+def marked_workers(name: str, value: str) -> list[psutil.Process]:
+    """Workers that run with this in their environment: those of one test, whatever else runs on the machine."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if is_worker(process) and process.environ().get(name) == value:
+                found.append(process)
+    return found
+
+
 def workers_of(pid: int) -> list[psutil.Process]:
     """Workers that a process has started and that have not ended."""
     return [process for process in psutil.Process(pid).children() if is_worker(process)]
