@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.chaos.driver import Moment, iterations, lines, staged_by_all, wait_un
 from tests.chaos.trainer import TOKEN, Job, contents
 from tests.support.roots import states, tracker
 from tests.support.trees import assert_same
-from tests.support.workers import is_worker
+from tests.support.workers import is_worker, shared_segments
 
 
 def take_over(job: Job, moment: Moment) -> None:
@@ -107,16 +106,6 @@ def holders_of_memory(job: Job) -> list[str]:
                 if "ckptlib-staging" in os.readlink(fd):
                     held.append(f"{process.pid}: {os.readlink(fd)}")
     return held
-
-
-def shared_segments() -> set[str]:
-    """Names of shared memory: the files of ``/dev/shm``. Directories there are somebody's scratch."""
-    segments = set()
-    for entry in os.scandir("/dev/shm"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-                segments.add(entry.name)
-    return segments
 
 
 def assert_no_segment_is_left(before: set[str]) -> None:

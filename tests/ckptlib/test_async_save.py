@@ -39,7 +39,7 @@ from ckptlib.manifest import Decision
 from ckptlib.staging import Pool
 from ckptlib.storage import Storage
 from tests.support.ranks import run_ranks
-from tests.support.workers import is_worker, marked_workers
+from tests.support.workers import is_worker, marked_workers, shared_segments
 
 THREAD = AsyncOptions(worker="thread")
 
@@ -455,7 +455,7 @@ TRAINER = """
 @pytest.mark.parametrize("whom", ["itself", "its process group"])
 def test_p17_a_trainer_that_is_killed_after_staging_loses_nothing(root: str, whom: str) -> None:
     """P17 (KempnerForge#102), W7: the worker finishes, commits, moves the tracker and ends; no memory has a name."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_segments()
     command = [sys.executable, "-c", textwrap.dedent(TRAINER), root, whom]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as trainer:
         assert trainer.stdout is not None
@@ -470,7 +470,7 @@ def test_p17_a_trainer_that_is_killed_after_staging_loses_nothing(root: str, who
         time.sleep(0.05)
     assert tracker.read_text() == "7"
     assert torch.equal(ckptlib.read(f"{root}/iter_0000007")["model.w"], torch.arange(1 << 20))
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_segments() <= shared
 
 
 def test_a_worker_that_has_only_just_been_started_is_not_ended_by_the_signals_that_end_processes(root: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ckptlib
 from ckptlib import Checkpointer, LocalOptions, ShardedTensor, Topology, commit, roots
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,

@@ -12,7 +12,7 @@ import torch
 
 import ckptlib
 from ckptlib import Checkpointer, Topology
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import (
     CkptError,
     IntegrityError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 from collections.abc import Iterator
 
 import psutil
@@ -31,6 +32,16 @@ def marked_workers(name: str, value: str) -> list[psutil.Process]:
 def workers_of(pid: int) -> list[psutil.Process]:
     """Workers that a process has started and that have not ended."""
     return [process for process in psutil.Process(pid).children() if is_worker(process)]
+
+
+def shared_segments() -> set[str]:
+    """Names of shared memory: the files of ``/dev/shm``. Directories there are somebody's scratch."""
+    segments = set()
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                segments.add(entry.name)
+    return segments
 
 
 @contextlib.contextmanager
