@@ -13,7 +13,7 @@ import torch
 import ckptlib
 from ckptlib import Checkpointer, Topology, commit, exported, exports
 from ckptlib import storage as st
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import CheckpointExistsError, UnsupportedError
 from ckptlib.layouts import legacy
 from ckptlib.manifest import IoMode

@@ -11,7 +11,7 @@ import torch
 
 from catalog import Catalog
 from ckptlib import Checkpointer, beats, commit
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.beats import Beat
 from ckptlib.manifest import Begin
 from ckptlib.storage import PosixStorage
