@@ -124,11 +124,6 @@ class FlatState:
     elsewhere: dict[str, str] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes of the tensors."""
-        return sum(leaf.nbytes for leaf in self.tensors)
-
     def object_keys(self) -> set[str]:
         """Names of the sharded objects and plain values."""
         return {leaf.key for leaf in self.objects} | {leaf.key for leaf in self.values}

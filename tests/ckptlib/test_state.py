@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckptlib.errors import StateError
+from ckptlib.packing import ShardedContent
 from ckptlib.plan import make_write_plan
-from ckptlib.saving import describe
 from ckptlib.sharding import Box, LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ckptlib.state import dtype_of, flatten, leaf_bytes
 from ckptlib.value_digest import value_digest
@@ -65,7 +65,7 @@ def test_a_sharded_tensor_and_another_leaf_of_the_same_name_are_refused() -> Non
     sharded = ShardedTensor("w", torch.zeros(2), (2,), Box((0,), (2,)))
     for other in (torch.zeros(2), 3):
         with pytest.raises(StateError, match=r"'w'.*(overlap|one name can hold one of them)"):
-            make_write_plan([describe(flatten({"w": other, "elsewhere": sharded}))])
+            make_write_plan([ShardedContent(flatten({"w": other, "elsewhere": sharded})).describe()])
 
 
 @pytest.mark.parametrize("state", [{"": 1}, [torch.zeros(1)], None, torch.zeros(1)], ids=repr)
