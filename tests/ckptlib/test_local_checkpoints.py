@@ -367,28 +367,26 @@ def test_a_piece_that_cannot_be_written_fails_the_save_on_every_rank_and_spoils_
     assert {tuple(pieces(root, shm, rank)) for rank in range(3)} == {(30, 40)}
 
 
-def save_where_one_disk_is_full(rank: int, root: str, shm: str, shared: bool) -> str:
-    """Room for one piece and a half: on rank 1, or on the one disk of both."""
+def save_where_disks_are_full(rank: int, root: str, shm: str) -> list[str]:
+    """Room for one piece and a half: on rank 1, then on the one disk of both."""
     checkpointer = job(root, shm)
-    free = mock.PropertyMock(return_value=2**20 * 3 // 2 if shared or rank == 1 else 2**40)
-    disk = mock.PropertyMock(return_value="one" if shared else f"of rank {rank}")
-    big = {"model": {"w": torch.zeros(2**19 if shared else 2**20, dtype=torch.uint8)}}
-    full = mock.patch.multiple(Pieces, free=free, disk=disk)
-    with full, pytest.raises(StorageError) as raised:
-        checkpointer.save(big, iteration=10, kind=LOCAL)
+    said = []
+    for shared, nbytes in ((False, 2**20), (True, 2**19)):
+        free = mock.PropertyMock(return_value=2**20 * 3 // 2 if shared or rank == 1 else 2**40)
+        disk = mock.PropertyMock(return_value="one" if shared else f"of rank {rank}")
+        big = {"model": {"w": torch.zeros(nbytes, dtype=torch.uint8)}}
+        full = mock.patch.multiple(Pieces, free=free, disk=disk)
+        with full, pytest.raises(StorageError) as raised:
+            checkpointer.save(big, iteration=10, kind=LOCAL)
+        said.append(str(raised.value))
     save(checkpointer, 20, rank=rank)
-    return str(raised.value)
+    return said
 
 
-@pytest.mark.parametrize(
-    ("shared", "said"), [(False, "too small on rank 1: "), (True, "too small on ranks 0, 1 of one host: ")]
-)
-def test_a_disk_that_is_too_small_is_told_on_every_rank_before_anything_is_written(
-    root: str, shm: str, shared: bool, said: str
-) -> None:
-    for text in run_ranks(2, save_where_one_disk_is_full, root, shm, shared):
-        assert said in text
-        assert f"iteration 10 needs {3.0 if shared else 2.0} MiB; available are 1.5 MiB" in text
+def test_a_disk_that_is_too_small_is_told_on_every_rank_before_anything_is_written(root: str, shm: str) -> None:
+    for own, shared in run_ranks(2, save_where_disks_are_full, root, shm):
+        assert "too small on rank 1: iteration 10 needs 2.0 MiB; available are 1.5 MiB" in own
+        assert "too small on ranks 0, 1 of one host: iteration 10 needs 3.0 MiB; available are 1.5 MiB" in shared
     assert pieces(root, shm) == pieces(root, shm, 1) == [20]
 
 
@@ -401,6 +399,7 @@ def die_while_saving(rank: int, root: str, shm: str) -> None:
     save(checkpointer, 30, rank=rank)
 
 
+@pytest.mark.deep
 def test_what_a_dead_attempt_did_not_finish_is_removed_at_the_next_start(root: str, shm: str) -> None:
     outcomes = try_ranks(2, die_while_saving, root, shm, wait_for=1, timeout=5)
     assert not any(outcome.ok for outcome in outcomes)
@@ -419,24 +418,24 @@ def resume_simply(rank: int, root: str, shm: str) -> int:
 
 def shrink(rank: int, root: str, shm: str) -> None:
     checkpointer = job(root, shm)
-    save(checkpointer, 30, rank=rank)
+    save(checkpointer, 300, rank=rank)
     assert pieces(root, shm, 2)  # not before a newer set is complete
-    save(checkpointer, 40, rank=rank)
+    save(checkpointer, 310, rank=rank)
 
 
-def save_some(rank: int, root: str, shm: str) -> None:
-    save(job(root, shm), 10, 20, rank=rank)
-
-
-def test_what_ranks_that_are_not_here_any_more_left_goes_when_a_newer_set_is_complete(root: str, shm: str) -> None:
+def test_what_ranks_that_are_not_here_any_more_left_goes_when_a_newer_set_is_complete(
+    trained: tuple[str, str, list[list[float]]], tmp_path: Path
+) -> None:
     """The ramdisk of a host is not lost to ranks that have moved, or that there are no more of."""
-    run_ranks(3, save_some, root, shm)
-    Path(shm, "somebody else").mkdir()
-    Path(shm, "somebody else", "rank_00002").write_text("theirs")
-    run_ranks(2, shrink, root, shm)
-    assert pieces(root, shm, 2) == []
-    assert pieces(root, shm, 0) == [30, 40]
-    assert Path(shm, "somebody else", "rank_00002").exists()
+    root, kept = str(tmp_path / "run"), str(tmp_path / "local")
+    shutil.copytree(trained[0], root)
+    shutil.copytree(trained[1], kept)
+    Path(kept, "somebody else").mkdir()
+    Path(kept, "somebody else", "rank_00002").write_text("theirs")
+    run_ranks(2, shrink, root, kept)
+    assert pieces(root, kept, 2) == []
+    assert pieces(root, kept, 0) == [300, 310]
+    assert Path(kept, "somebody else", "rank_00002").exists()
 
 
 def fail_in_the_background(rank: int, root: str, shm: str) -> list[str]:

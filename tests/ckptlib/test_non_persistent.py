@@ -63,7 +63,7 @@ def test_the_newest_takes_the_place_of_the_older_ones_with_all_they_had(root: st
     assert states(root) == {"iter_0000005": ["committed"], "non_persistent/iter_0000030": ["committed"]}
 
 
-@pytest.mark.parametrize("worker", ["process", "thread"])
+@pytest.mark.parametrize("worker", [pytest.param("process", marks=pytest.mark.deep), "thread"])
 def test_whoever_commits_an_asynchronous_one_removes_the_older_ones(root: str, worker: Any) -> None:
     with job(root, io_mode="async", background=AsyncOptions(worker=worker)) as checkpointer:
         save(checkpointer, 10, 20)
