@@ -52,13 +52,13 @@ class CheckpointInfo:
 
     Attributes:
         url: the iteration directory.
-        format: ``torch_dist``, ``torch_dcp`` or ``fsdp_dtensor``.
-        semantic_type: ``GLOBAL``, or ``TORCH_DCP`` for plain torch checkpoints.
+        format: ``torch_dist``, ``torch_dcp``, ``fsdp_dtensor``, or ``torch`` of our own saves.
+        semantic_type: as saved; of others ``GLOBAL``, or ``TORCH_DCP`` for plain torch checkpoints.
         iteration: None when a foreign checkpoint does not say, and neither does its directory's name.
         run, topology: None where unknown.
         committed: R1: safe to load.
         save_id, manifest: None for foreign checkpoints; no manifest before the commit.
-        index: every item; empty where nothing was committed.
+        index: every item; empty where nothing was committed, and for whole state dicts.
         files: every file of the directory and its size in bytes, relative to it.
         notes: what a person should know, one sentence each.
     """
@@ -159,6 +159,9 @@ def _inspect_save(storage: st.Storage, path: str, save: commit.SaveState) -> Che
     else:
         notes.append(f"not a checkpoint (yet): save {save.save_id} began and has not been committed")
     begin = save.begin if manifest is None else manifest.begin
+    if manifest is not None and manifest.begin.format == "torch":
+        whole = len(manifest.files_of("data"))
+        notes.append(f"{whole} whole state dicts and no global tensors: it loads at its own topology only")
     if begin is None:
         raise UncommittedError(f"{storage.url(path)}: save {save.save_id} has no begin.json")
     return CheckpointInfo(

@@ -94,8 +94,11 @@ class Storage(Protocol):
     def copy(self, source: str, target: str) -> None:
         """Makes a file have the content of another, however large: all or nothing, replacing an older one, durable.
 
-        Where the filesystem can, both names share the bytes. Neither file is ever changed in place by anybody.
+        Where the filesystem can, both names share the bytes (`shares`). Neither file is ever changed in place.
         """
+
+    def shares(self, one: str, other: str) -> bool:
+        """Whether two names are known to be one file: then what is true of one content is true of the other."""
 
     def same_content(self, one: str, other: str) -> bool:
         """Whether both files exist and hold the same bytes; told without reading them where they are shared."""

@@ -93,14 +93,16 @@ class PosixStorage:
             _unlink_quietly(temporary)  # a rename onto another name of the same file leaves both
         sync_directory(directory)
 
-    def same_content(self, one: str, other: str) -> bool:
-        """Two names of one file are the same; others are compared."""
+    def shares(self, one: str, other: str) -> bool:
+        """By inode."""
         try:
-            if os.path.samefile(one, other):
-                return True
+            return os.path.samefile(one, other)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return base.equal_bytes(self, one, other)
+
+    def same_content(self, one: str, other: str) -> bool:
+        """Two names of one file are the same; others are compared."""
+        return self.shares(one, other) or base.equal_bytes(self, one, other)
 
     def get(self, path: str) -> bytes:
         """Reads a small file."""

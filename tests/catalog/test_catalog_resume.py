@@ -32,6 +32,7 @@ def rows(draw: st.DrawFn) -> list[CheckpointRow]:
                 draw(st.integers(0, 4)) * 100,
                 attempt=draw(st.integers(0, 3)),
                 kind=draw(st.sampled_from(KINDS)),
+                semantic_type=draw(st.sampled_from(["GLOBAL", "GLOBAL", "LEGACY", "LOCAL"])),
                 lifecycle=draw(st.sampled_from(LIFECYCLES)),
                 verdict=draw(st.sampled_from(VERDICTS)),
                 branch=draw(st.sampled_from(BRANCHES)),
@@ -76,6 +77,7 @@ def test_what_is_chosen_is_never_corrupt_suspect_abandoned_or_insufficient(
         )
         assert chosen.branch == "live"
         assert chosen.kind in request.kinds
+        assert chosen.semantic_type != "LOCAL" or request.at == chosen.iteration
         assert set(chosen.contents) >= NEEDS[request.purpose]
 
 

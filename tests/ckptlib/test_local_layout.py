@@ -251,6 +251,8 @@ def test_damage_is_found_and_nothing_is_loaded_from_it(root: Path, level: str, w
     assert found.corrupt == (level == "data" or where != "payload")  # payloads are only read at level data
     if found.corrupt:
         assert found.files[path.name] == ("size" if where == "cut" else "digest")
+    if level == "data" and where == "payload":
+        assert "data/0: CRC-32" in found.checks[path.name].detail  # which tensor it is
     target = torch.zeros(5000)
     with pytest.raises((IntegrityError, OSError)):
         ckptlib.load({"a": target}, url)

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ckptlib import storage
 from ckptlib.errors import ExclusiveCreateError, StorageError
-from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, join
+from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, base, join
 from tests.ckptlib.support.recording import RecordingStorage
 
 MIB = 1024 * 1024
@@ -121,6 +121,37 @@ def test_put_makes_a_file_and_replaces_it(place: Place) -> None:
         place.store.put(place("d", "file"), content)
         assert place.store.get(place("d", "file")) == content
     assert names(place.store, place("d")) == ["file"]
+
+
+def test_a_copy_has_the_content_of_its_source_and_stands_when_that_is_replaced(place: Place) -> None:
+    place.store.put(place("a"), b"one")
+    for _ in range(2):  # twice changes nothing
+        place.store.copy(place("a"), place("d", "b"))
+        assert place.store.get(place("d", "b")) == b"one"
+        assert place.store.same_content(place("a"), place("d", "b"))
+    place.store.put(place("a"), b"two")
+    assert place.store.get(place("d", "b")) == b"one"
+    assert not place.store.same_content(place("a"), place("d", "b"))
+    place.store.copy(place("a"), place("d", "b"))
+    place.store.remove([place("a")])
+    assert place.store.get(place("d", "b")) == b"two"
+    assert names(place.store, place("d")) == ["b"]
+    assert not place.store.same_content(place("a"), place("d", "b"))
+    assert not place.store.same_content(place("d", "b"), place("absent"))
+    with pytest.raises(FileNotFoundError):
+        place.store.copy(place("absent"), place("c"))
+    assert names(place.store, place()) == ["d"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * MIB])
+def test_contents_are_compared_to_their_end(place: Place, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "COMPARE_BYTES", MIB)
+    place.store.put(place("a"), bytes(size) + b"x")
+    place.store.put(place("b"), bytes(size) + b"x")
+    place.store.put(place("c"), bytes(size) + b"y")
+    assert place.store.same_content(place("a"), place("b"))
+    assert not place.store.same_content(place("a"), place("c"))
+    assert not place.store.shares(place("a"), place("b"))
 
 
 def test_create_makes_a_file_once(place: Place) -> None:
@@ -344,6 +375,17 @@ class StorageMachine(RuleBasedStateMachine):
             stream = self.store.open_write(join(self.root, name))
             stream.write(content)
             stream.abort()
+
+    @rule(source=FILES, name=FILES)
+    def copy(self, source: str, name: str) -> None:
+        if source == name:
+            return
+        try:
+            self.store.copy(join(self.root, source), join(self.root, name))
+        except FileNotFoundError:
+            assert source not in self.files
+        else:
+            self.files[name] = self.files[source]
 
     @rule(names=st.lists(FILES, max_size=3))
     def remove(self, names: list[str]) -> None:
