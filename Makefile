@@ -15,7 +15,7 @@ UV := .venv-uv/bin/uv
 export OMP_NUM_THREADS ?= 1
 export PYTHON
 
-.PHONY: help setup demo test lint format types contracts unit test-deep chaos bench constraints clean
+.PHONY: help setup demo test lint format types contracts unit test-deep chaos soak bench constraints clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -47,16 +47,19 @@ contracts: $(INSTALLED) ## the layers of the design, by import-linter
 
 # Last in `make test`, so that the closing line of pytest is the last line.
 unit: $(INSTALLED) $(JUDGE) ## the tests, those judged by Megatron-Core included
-	@$(BIN)/python -m pytest -m "not deep and not chaos" --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -m "not deep and not chaos and not soak" --durations=10 $(ARGS)
 
 demo: $(INSTALLED) ## a training job: saved, damaged, killed in the middle of a save, resumed elsewhere
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test-deep: $(INSTALLED) ## larger explorations and many more examples
-	@CKPT_TEST_PROFILE=deep $(BIN)/python -m pytest -m "not chaos and not megatron" --timeout 3600 $(ARGS)
+	@CKPT_TEST_PROFILE=deep $(BIN)/python -m pytest -m "not chaos and not soak and not megatron" --timeout 3600 $(ARGS)
 
 chaos: $(INSTALLED) ## kill trainers at every file event of a save; any process of a job at 50 random moments
 	@$(BIN)/python -m pytest -m chaos --timeout 3600 $(ARGS)
+
+soak: $(INSTALLED) ## a hundred asynchronous saves of four ranks, workers killed on the way: nothing grows
+	@$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 bench: $(INSTALLED) ## saves and loads beside torch's own and the physical limit, minutes
 	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done

@@ -1,17 +1,20 @@
 """What a save costs the training loop: the stall of an asynchronous save against one warm memcpy of the same bytes.
 
 In turn, in one process: a copy into memory that has been written to before (the limit), ours, torch's `async_save` as
-it is by default, and with a stager that is reused. Each waits for its background work before the next begins, so what
-is measured is the caller. Wall time and CPU seconds of the calling thread; medians, the ratio to the copy of the same
-round, the first save apart; minor page faults of the process beside the pages that were staged.
+it is by default, and with a stager that is reused; with ``--peers`` other libraries too. Each waits for its background
+work before the next begins, so what is measured is the caller. Wall time and CPU seconds of the calling thread; medians,
+the ratio to the copy of the same round, the first save apart; minor page faults of the process beside the pages that
+were staged.
 
     python benchmarks/save_async.py                 # 1 GiB, 10 rounds, /dev/shm
     python benchmarks/save_async.py --mib 256 --rounds 5 --directory /scratch
+    PYTHONPATH=peers python benchmarks/save_async.py --peers    # see benchmarks/support/peers.py
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import mmap
 import resource
 import shutil
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from support.peers import peers
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ckptlib import Checkpointer
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--directory", default="/dev/shm")  # noqa: S108 - memory, for scratch
+    parser.add_argument("--peers", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -86,8 +91,9 @@ def main() -> None:
 
         return save
 
+    others, end_others = peers(folder, model) if options.peers else ({}, lambda: None)
     ways: dict[str, Callable[[int], Any]] = {"ours": ours, "torch, default": torchs("torch, default")}
-    ways |= {name: torchs(name) for name in stagers}
+    ways |= {name: torchs(name) for name in stagers} | others
     copies: dict[str, list[Stall]] = {name: [] for name in ways}
     stalls: dict[str, list[Stall]] = {name: [] for name in ways}
     try:
@@ -98,8 +104,11 @@ def main() -> None:
                 stalls[name].append(stall)
                 finish()
                 shutil.rmtree(f"{folder}/torch", ignore_errors=True)
+                for checkpoint in glob.glob(f"{folder}/peers/torch_checkpointing*/*"):
+                    shutil.rmtree(checkpoint)
             shutil.rmtree(f"{folder}/ours/iter_{round_ - 1:07d}", ignore_errors=True)
         job.close()
+        end_others()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     pages = nbytes / mmap.PAGESIZE
@@ -113,6 +122,8 @@ def main() -> None:
             f"{statistics.median(wall[1:]):5.2f} x memcpy (first {wall[0]:5.2f}); CPU of the caller "
             f"{statistics.median(cpu[1:]):5.2f} x (first {cpu[0]:5.2f}); page faults {100 * faults:5.1f} % of the pages"
         )
+    if any(name.endswith("*") for name in ways):
+        print("*: copied beside the caller, who has to wait for it before the state changes")
 
 
 if __name__ == "__main__":
