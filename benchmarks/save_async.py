@@ -2,9 +2,9 @@
 
 In turn, in one process: a copy into memory that has been written to before (the limit), ours, torch's `async_save` as
 it is by default, and with a stager that is reused; with ``--peers`` other libraries too. Each waits for its background
-work before the next begins, so what is measured is the caller. Wall time and CPU seconds of the calling thread; medians,
-the ratio to the copy of the same round, the first save apart; minor page faults of the process beside the pages that
-were staged.
+work before the next begins, so what is measured is the caller. Wall time and CPU seconds of the calling thread;
+medians, the ratio to the copy of the same round, the first save apart; minor page faults of the process beside the
+pages that were staged.
 
     python benchmarks/save_async.py                 # 1 GiB, 10 rounds, /dev/shm
     python benchmarks/save_async.py --mib 256 --rounds 5 --directory /scratch

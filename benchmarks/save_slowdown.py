@@ -32,16 +32,21 @@ class Pace:
     wall: float
     cpu: float
 
-    @classmethod
-    def of(
-        cls, step: Callable[[], None], *, steps: int = 0, until: Callable[[], bool] = lambda: False
-    ) -> tuple[Pace, int]:
-        """Runs `steps` steps, or as many as it takes until something is so; at least one."""
-        wall, cpu, count = time.perf_counter(), time.thread_time(), 0
-        while count < max(steps, 1) if steps else not (count and until()):
-            step()
-            count += 1
-        return cls((time.perf_counter() - wall) / count, (time.thread_time() - cpu) / count), count
+    def slower_than(self, *others: Pace) -> tuple[float, float]:
+        """How many times as slow, by the clock and of the CPU."""
+        return (
+            self.wall / statistics.mean(other.wall for other in others),
+            self.cpu / statistics.mean(other.cpu for other in others),
+        )
+
+
+def pace(step: Callable[[], None], done: Callable[[int], bool]) -> tuple[Pace, int]:
+    """Runs steps until `done`, which is told how many there were; and how many there were."""
+    wall, cpu, count = time.perf_counter(), time.thread_time(), 0
+    while not (count and done(count)):
+        step()
+        count += 1
+    return Pace((time.perf_counter() - wall) / count, (time.thread_time() - cpu) / count), count
 
 
 def trainer() -> Callable[[], None]:
@@ -63,25 +68,22 @@ def measure(directory: str, mib: int, rounds: int, nice: int) -> tuple[list[floa
     state = {"model": {f"w{i}": torch.full((1024, 1024), float(i)) for i in range(max(1, mib // 4))}}
     folder = tempfile.mkdtemp(prefix="ckptlib-bench-", dir=directory)
     step = trainer()
-    wall, cpu, seconds = [], [], []
+    slower, seconds, steps = [], [], 50
     try:
         with Checkpointer(f"{folder}/run", run="bench", io_mode="async", background=AsyncOptions(nice=nice)) as job:
-            job.save(state, iteration=0).wait()
-            Pace.of(step, steps=50)
-            for round_ in range(1, rounds + 1):
+            for round_ in range(rounds + 1):
+                before, _ = pace(step, lambda count: count >= steps)  # noqa: B023 - called here
                 started = time.perf_counter()
                 pending = job.save(state, iteration=round_)
-                during, count = Pace.of(step, until=lambda: ended(pending.wait))  # noqa: B023 - called here
+                during, steps = pace(step, lambda count: ended(pending.wait))  # noqa: B023
                 seconds.append(time.perf_counter() - started)
-                after, _ = Pace.of(step, steps=count)
-                if round_ > 1:
-                    wall.append(during.wall / ((before.wall + after.wall) / 2))  # noqa: F821 - of the round before
-                    cpu.append(during.cpu / ((before.cpu + after.cpu) / 2))  # noqa: F821
-                before = after
+                after, _ = pace(step, lambda count: count >= steps)  # noqa: B023
+                slower.append(during.slower_than(before, after))
                 shutil.rmtree(f"{folder}/run/iter_{round_ - 1:07d}", ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return wall, cpu, seconds
+    wall, cpu = zip(*slower[1:], strict=True)  # the first one starts the worker and makes the memory
+    return list(wall), list(cpu), seconds[1:]
 
 
 def ended(wait: Callable[[float], object]) -> bool:
@@ -104,7 +106,7 @@ def main() -> None:
     print(f"{options.mib} MiB, {options.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before")
     for directory in options.directory:
         for nice in (0, 19):
-            wall, cpu, seconds = measure(directory, options.mib, options.rounds + 1, nice)
+            wall, cpu, seconds = measure(directory, options.mib, options.rounds, nice)
             low, middle, high = statistics.quantiles(wall, n=4)
             print(
                 f"{directory:12} nice {nice:2}: {100 * (middle - 1):+5.1f} % by the clock "
