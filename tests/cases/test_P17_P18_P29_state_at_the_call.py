@@ -30,15 +30,17 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-@pytest.fixture
-def job(root: str) -> Iterator[Checkpointer]:
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpointer]:
+    """One worker process for all tests: each takes seconds to start."""
     options = AsyncOptions(max_in_flight=3)
+    root = str(tmp_path_factory.mktemp("state") / "run")
     with Checkpointer(root, run="run", io_mode="async", background=options) as checkpointer:
         checkpointer.prepare(1 << 16)
         yield checkpointer
 
 
-def test_p18_new_memory_at_every_save_is_what_that_save_holds(job: Checkpointer, root: str) -> None:
+def test_p18_new_memory_at_every_save_is_what_that_save_holds(job: Checkpointer) -> None:
     old = []
     with workers_stopped():
         for iteration in range(3):
@@ -48,13 +50,11 @@ def test_p18_new_memory_at_every_save_is_what_that_save_holds(job: Checkpointer,
         assert len({tensor.data_ptr() for tensor in old}) == 3
     assert job.drain(60)
     for iteration in range(3):
-        stored = ckptlib.read(f"{root}/iter_{iteration:07d}")["model.w"]
+        stored = ckptlib.read(f"{job.root}/iter_{iteration:07d}")["model.w"]
         assert torch.equal(stored, torch.full((1000,), float(iteration)))
 
 
-def test_p29_the_record_the_common_state_and_the_tracker_have_the_step_of_the_call(
-    job: Checkpointer, root: str
-) -> None:
+def test_p29_the_record_the_common_state_and_the_tracker_have_the_step_of_the_call(job: Checkpointer) -> None:
     progress, metrics = {"consumed_samples": 80.0}, {"loss": 2.0}
     args = argparse.Namespace(lr=0.5, betas=[0.9, 0.95])
     state: dict[str, Any] = {"model": {"w": torch.ones(2)}, "history": [1, [2]], "iteration_of_mine": 10}
@@ -67,10 +67,10 @@ def test_p29_the_record_the_common_state_and_the_tracker_have_the_step_of_the_ca
         state["iteration_of_mine"] = 11
         state["model"]["w"].fill_(99.0)
     assert job.drain(60)
-    url = f"{root}/iter_0000010"
+    url = f"{job.root}/iter_0000010"
     begin = ckptlib.inspect(url).manifest.begin
     assert (begin.iteration, begin.progress["consumed_samples"], begin.metrics["loss"]) == (10, 80, 2.0)
-    assert tracker(root) == "10"
+    assert tracker(job.root) == "10"
     target: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "history": None, "iteration_of_mine": None, "args": None}
     ckptlib.load(target, url, strict="return")
     assert target["history"] == [1, [2]]
@@ -107,7 +107,7 @@ def test_p17_latest_loads_when_everything_is_killed_between_dispatch_and_finish(
     assert tracker(root) == "100"
     assert newest(root) == (1, 100)
     target = {"model": {"w": torch.zeros(4)}}
-    with Checkpointer(root, run="run") as job:
+    with Checkpointer(root, run="run", settle_wait=0) as job:  # nobody is left to wait for
         assert job.restore(target).iteration == 100
     assert torch.equal(target["model"]["w"], torch.ones(4))
     assert states(root) == {"iter_0000100": ["committed"], "iter_0000200": ["aborted"]}

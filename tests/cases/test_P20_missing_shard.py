@@ -96,15 +96,15 @@ def test_p20_three_of_four_shards_are_no_checkpoint_and_the_fourth_is_named(tmp_
 
 
 def save_with_a_worker_that_writes_nothing(rank: int, root: str) -> tuple[str, str]:
-    """Rank 2's worker stands still for as long as a commit is waited for; what the rank is told of it, at two saves."""
+    """Rank 1's worker stands still for as long as a commit is waited for; what the rank is told of it, at two saves."""
     options = AsyncOptions(max_in_flight=2, commit_timeout=2.0)
     told = ["", ""]
     with Checkpointer(root, run="run", io_mode="async", background=options, timeout=60.0) as checkpointer:
         checkpointer.prepare(1 << 16)
         for iteration in (1, 2, 3):
-            shard = ShardedTensor.from_rank_offsets("w", torch.full((2,), float(iteration)), (0, rank, 3))
+            shard = ShardedTensor.from_rank_offsets("w", torch.full((2,), float(iteration)), (0, rank, 2))
             try:
-                with workers_stopped() if (rank, iteration) == (2, 1) else contextlib.nullcontext():
+                with workers_stopped() if (rank, iteration) == (1, 1) else contextlib.nullcontext():
                     pending = checkpointer.save({"model": {"w": shard}}, iteration=iteration)
                     if iteration == 1:  # longer than rank 0 waits
                         wait_until_decided(f"{root}/iter_0000001")
@@ -125,10 +125,10 @@ def wait_until_decided(url: str) -> None:
 def test_p20_a_worker_that_writes_nothing_is_named_and_does_not_hold_up_the_next_save(tmp_path: Path) -> None:
     """As many workers as ranks; the commit has a deadline of its own, and nobody is asked."""
     root = str(tmp_path / "run")
-    first, *others = run_ranks(3, save_with_a_worker_that_writes_nothing, root)
-    reason = "no record of rank 2 within 2 s"
+    first, second = run_ranks(2, save_with_a_worker_that_writes_nothing, root)
+    reason = "no record of rank 1 within 2 s"
     assert reason in first[0]
-    for told in (first, *others):
+    for told in (first, second):
         assert "iteration 1" in told[1]
         assert reason in told[1]
     assert states(root) == {"iter_0000001": ["aborted"], "iter_0000003": ["committed"]}

@@ -55,6 +55,8 @@ def test_any_process_killed_at_any_moment_loses_nothing_that_was_staged(tmp_path
     live_through(moment, tmp_path)
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
 def test_the_process_groups_of_torchrun_and_its_trainers_are_killed_and_what_was_staged_is_committed(
     tmp_path: Path,
 ) -> None:

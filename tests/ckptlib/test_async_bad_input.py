@@ -72,7 +72,7 @@ def test_a_worker_whose_disk_is_full_fails_that_save_by_name_and_writes_the_next
 def save_without_memory(rank: int, root: str) -> list[str]:
     """Rank 1 can map no more memory at the second of four saves; what each rank sees, and its own end of each."""
     seen = []
-    with Checkpointer(root, run="run", io_mode="async", timeout=30.0) as job:
+    with Checkpointer(root, run="run", io_mode="async", background=THREAD, timeout=30.0) as job:
         job.prepare(1 << 16)
         for iteration in (1, 2, 3, 4):
             size = 20_000_000 if iteration == 2 else 1000
@@ -138,7 +138,7 @@ def test_a_state_whose_structure_changes_between_saves_in_flight_is_saved_as_it_
 
 
 def test_nothing_is_saved_after_close_and_what_was_handed_over_is(root: str) -> None:
-    job = Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2))
+    job = Checkpointer(root, run="run", io_mode="async", background=AsyncOptions(2, worker="thread"))
     job.save(state(1.0), iteration=1)
     job.save(state(2.0), iteration=2)
     job.close()
@@ -149,7 +149,7 @@ def test_nothing_is_saved_after_close_and_what_was_handed_over_is(root: str) -> 
     assert states(root) == {"iter_0000001": ["committed"], "iter_0000002": ["committed"]}
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.deep)])
 def test_clocks_that_jump_change_neither_order_nor_what_is_waited_for(root: str, kind: Any) -> None:
     """Years forward, and back before the first save; also between a save and the one that replaces it."""
     clock = Clock()

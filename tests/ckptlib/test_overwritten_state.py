@@ -36,7 +36,7 @@ from tests.support.tilings import shapes
 from tests.support.trees import assert_same
 from tests.support.workers import workers_of
 
-EXAMPLES = settings().max_examples // 4  # each has two saves and two loads
+EXAMPLES = settings().max_examples // 6  # each has two saves and two loads
 
 
 @dataclass(frozen=True)
