@@ -35,6 +35,7 @@ def live_through(moment: Moment, folder: Path) -> None:
 FEW = [
     Moment(1, 2, "trainer", 0, after=2, delay=0.0, at_once=True),  # its worker is only being started
     Moment(2, 2, "trainer", 1, after=6, delay=0.02, at_once=False),
+    Moment(3, 2, "worker", 0, after=5, delay=0.01, at_once=False),
 ]
 
 
@@ -48,7 +49,7 @@ FIRST = int(os.environ.get("CKPT_CHAOS_SEED", time.time()))  # a failure names i
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize("number", range(int(os.environ.get("CKPT_CHAOS_MOMENTS", 50))))
 def test_any_process_killed_at_any_moment_loses_nothing_that_was_staged(tmp_path: Path, number: int) -> None:
     moment = Moment.of(FIRST + number)
     print(moment)
