@@ -45,10 +45,11 @@ class Job:
     iterations: Iterator[int]
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
+@pytest.fixture(scope="module", params=["thread eager", "process eager", "thread overlapped"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """One job for all examples: its arenas and its worker are used again and again, as in a training."""
-    options = AsyncOptions(max_in_flight=2, worker=request.param)
+    worker, staging = request.param.split()
+    options = AsyncOptions(max_in_flight=2, worker=worker, staging=staging)
     root = tmp_path_factory.mktemp("overwritten") / "run"
     with Checkpointer(str(root), run="run", io_mode="async", background=options) as checkpointer:
         yield Job(checkpointer, itertools.count(1))
@@ -184,8 +185,8 @@ def of_ranks(rank: int, seed: int) -> Held:
     return Held(plain.parts, now, overwrite)
 
 
-def save_and_overwrite(rank: int, root: str, kind: Any) -> None:
-    options = AsyncOptions(max_in_flight=2, worker=kind)
+def save_and_overwrite(rank: int, root: str, worker: Any, staging: Any) -> None:
+    options = AsyncOptions(max_in_flight=2, worker=worker, staging=staging)
     with Checkpointer(root, run="run", io_mode="async", background=options) as checkpointer:
         held = of_ranks(rank, 7)
         wanted = {}
@@ -200,6 +201,6 @@ def save_and_overwrite(rank: int, root: str, kind: Any) -> None:
             assert_same(filled.now(), content, f"iteration {iteration} on rank {rank}")
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_p05_p18_shards_that_are_overwritten_are_saved_as_they_were(tmp_path: Path, kind: str) -> None:
-    run_ranks(2, save_and_overwrite, str(tmp_path / "run"), kind)
+@pytest.mark.parametrize("how", ["thread eager", "process eager", "thread overlapped"])
+def test_p05_p18_shards_that_are_overwritten_are_saved_as_they_were(tmp_path: Path, how: str) -> None:
+    run_ranks(2, save_and_overwrite, str(tmp_path / "run"), *how.split())
