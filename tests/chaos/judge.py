@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tests.chaos.driver import Moment, iterations, lines, staged_by_all, wait_un
 from tests.chaos.trainer import TOKEN, Job, contents
 from tests.support.roots import states, tracker
 from tests.support.trees import assert_same
-from tests.support.workers import is_worker, shared_segments
+from tests.support.workers import marked_workers
 
 
 def take_over(job: Job, moment: Moment) -> None:
@@ -89,12 +88,7 @@ def assert_nothing_partial(job: Job) -> None:
 
 def workers_of_job(job: Job) -> list[psutil.Process]:
     """Worker processes of the job that have not ended, whoever their parent is now."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if is_worker(process) and process.environ().get(TOKEN) == job.token:
-                found.append(process)
-    return found
+    return marked_workers(TOKEN, job.token)
 
 
 def holders_of_memory(job: Job) -> list[str]:
@@ -106,14 +100,6 @@ def holders_of_memory(job: Job) -> list[str]:
                 if "ckptlib-staging" in os.readlink(fd):
                     held.append(f"{process.pid}: {os.readlink(fd)}")
     return held
-
-
-def assert_no_segment_is_left(before: set[str]) -> None:
-    """Nothing with a name outlives the job; what others use meanwhile comes and goes."""
-    deadline = time.monotonic() + 20
-    while left := shared_segments() - before:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager

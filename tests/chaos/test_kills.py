@@ -19,8 +19,9 @@ import pytest
 
 from tests.chaos import trainer
 from tests.chaos.driver import Moment, kill_at, staged_by_all, wait_until
-from tests.chaos.judge import assert_no_segment_is_left, committed, judge, shared_segments, take_over
+from tests.chaos.judge import committed, judge, take_over
 from tests.chaos.trainer import TOKEN, Job
+from tests.support.workers import assert_no_segment_is_left, shared_segments
 
 
 def live_through(moment: Moment, folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import ckptlib
 from ckptlib import AsyncOptions, Checkpointer, ShardedTensor
 from tests.support.ranks import run_ranks
-from tests.support.workers import workers_of
+from tests.support.workers import assert_no_segment_is_left, shared_segments, workers_of
 
 MIB = 2**20
 
@@ -95,12 +95,12 @@ def grown(name: str, samples: list[Sample]) -> list[str]:
 
 
 def soak(tmp_path: Path, world: int, saves: int, *, kill_every: int, look_every: int, timeout: float) -> None:
-    segments = {*os.listdir("/dev/shm")}
+    segments = shared_segments()
     root = str(tmp_path / "run")
     grew = run_ranks(world, save_again_and_again, root, world, saves, kill_every, look_every, timeout=timeout)
     assert grew == [[]] * world
     assert torch.equal(ckptlib.read(f"{root}/iter_{saves:07d}")["w"], torch.full((world * MIB // 4,), float(saves)))
-    assert {*os.listdir("/dev/shm")} <= segments
+    assert_no_segment_is_left(segments)
 
 
 @pytest.mark.timeout(300)

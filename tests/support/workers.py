@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -57,3 +58,11 @@ def workers_stopped(pid: int | None = None) -> Iterator[list[psutil.Process]]:
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(signal.SIGCONT)
+
+
+def assert_no_segment_is_left(before: set[str]) -> None:
+    """Nothing with a name outlives the job; what others use meanwhile comes and goes."""
+    deadline = time.monotonic() + 20
+    while left := shared_segments() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
