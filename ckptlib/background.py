@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ckptlib import commit, exports, removal
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
-from ckptlib.beats import HEARTBEAT, Pulse
+from ckptlib.beats import HEARTBEAT, Pulse, announce
 from ckptlib.errors import StagingError
 from ckptlib.manifest import Begin, Decision
 from ckptlib.packing import Package, unwrite, write_package
@@ -81,10 +81,18 @@ class Outcome:
 def take_in_hand(job: Job) -> Pulse:
     """Shows from here on that somebody has this job, also while it waits for the one before (W8)."""
     storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
+    return Pulse(storage, path, job.begin, job.rank, _payload(job), job.heartbeat)
+
+
+def hand_to(job: Job, pid: int) -> None:
+    """Shows that a job goes to a process that is only starting and cannot show anything yet (W8)."""
+    storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
+    announce(storage, path, job.begin, job.rank, _payload(job), pid)
+
+
+def _payload(job: Job) -> int:
     staged = (place for slice_ in job.slices for place in slice_)
-    tensors = sum(math.prod(place.shape) * dtype_of(place.dtype).itemsize for place in staged)
-    total = job.package.other_nbytes + tensors
-    return Pulse(storage, path, job.begin, job.rank, total, job.heartbeat)
+    return job.package.other_nbytes + sum(math.prod(place.shape) * dtype_of(place.dtype).itemsize for place in staged)
 
 
 class Supply(Protocol):

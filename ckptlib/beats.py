@@ -35,7 +35,10 @@ STILL = 3
 """A rank whose counter did not move for so many of its intervals is not alive."""
 
 FIRST = 15.0
-"""Seconds from the moment a save is handed over to its first beat, at most: a worker may only just be starting."""
+"""Seconds from the moment a save is handed over to its first beat, at most."""
+
+START = 60.0
+"""Seconds that a process may take to start, on a busy host: it imports torch."""
 
 
 @dataclass(frozen=True)
@@ -276,19 +279,35 @@ class Pulse:
                 told = True
 
     def _now(self, counter: int) -> Beat:
-        return Beat(
-            save_id=self._save_id,
-            rank=self._rank,
-            counter=counter,
-            written=self._written,
-            total=self._total,
-            interval=self._interval,
-            host=socket.gethostname(),
-            machine=this_machine(),
-            pid=os.getpid(),
-            started=_started(os.getpid()) or 0,
-            at=time.time(),
-        )
+        return _beat_of(os.getpid(), self._save_id, self._rank, counter, self._written, self._total, self._interval)
+
+
+def announce(storage: st.Storage, path: str, begin: Begin, rank: int, total: int, pid: int) -> None:
+    """A beat for a process that has been handed a part and is only starting: its own ones take this one's place.
+
+    As with all beats nothing fails for want of it.
+    """
+    beat = _beat_of(pid, begin.save_id, rank, 0, 0, total, START / STILL)
+    try:
+        storage.put(st.join(commit.save_dir(path, begin.save_id), commit.beat_name(rank)), beat.encode(), durable=False)
+    except Exception as error:  # noqa: BLE001 - whatever a storage raises
+        log.warning("save %s: no sign of life of rank %d: %s", begin.save_id, rank, error)
+
+
+def _beat_of(pid: int, save_id: str, rank: int, counter: int, written: int, total: int, interval: float) -> Beat:
+    return Beat(
+        save_id=save_id,
+        rank=rank,
+        counter=counter,
+        written=written,
+        total=total,
+        interval=interval,
+        host=socket.gethostname(),
+        machine=this_machine(),
+        pid=pid,
+        started=_started(pid) or 0,
+        at=time.time(),
+    )
 
 
 # --- processes of this machine ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptlib.background import Job, Outcome, Supply, run_job, take_in_hand
+from ckptlib.background import Job, Outcome, Supply, hand_to, run_job, take_in_hand
 from ckptlib.beats import Pulse
 from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena
@@ -214,6 +214,7 @@ class WorkerProcess:
         # A forked child (a data loader) must not keep the connection open when the trainer is gone.
         _connected.add(ours)
         self._receive = receive
+        self._heard = False  # from a worker that is only starting there is nothing to hear, for seconds
         self._listener = threading.Thread(target=self._listen, name="ckptlib-worker-results", daemon=True)
         self._listener.start()
 
@@ -232,6 +233,8 @@ class WorkerProcess:
 
     def submit(self, job: Job) -> None:
         """Hands a job over. `OSError` when the worker has ended."""
+        if not self._heard:
+            hand_to(job, self.pid)
         self._connection.send(job)
 
     def staged(self, message: Staged) -> None:
@@ -254,6 +257,7 @@ class WorkerProcess:
         try:
             while True:
                 message, _ = self._connection.receive()
+                self._heard = True
                 self._receive(message)
         except (EOFError, OSError):
             self._process.wait()  # or it stays a zombie for as long as the trainer lives

@@ -373,3 +373,43 @@ def test_w8_an_attempt_after_the_end_of_a_worker_takes_the_older_save_without_wa
     started = time.monotonic()
     assert resumed(tmp_path / "root", None) == (3, [3.0] * 4)
     assert time.monotonic() - started < 60
+
+
+SLOW_START = """
+    import os, sys, time
+    while "ckptlib.worker" in " ".join(sys.orig_argv) and not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.01)
+"""
+"""Imported by every Python process of the job: workers begin to start when the gate opens."""
+
+HASTY_TRAINER = """
+    import os, signal, torch
+    from ckptlib import Checkpointer
+    Checkpointer("root", run="run", io_mode="async").save({"w": torch.full((4,), 7.0)}, iteration=7)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_w8_a_worker_that_is_still_starting_when_its_trainer_dies_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has shown nothing yet; its trainer has, when it handed the save over."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(textwrap.dedent(SLOW_START))
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(ckptlib.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "GATE": str(tmp_path / "gate")}
+    command = [sys.executable, "-c", textwrap.dedent(HASTY_TRAINER)]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=False, timeout=100)
+    monkeypatch.setattr(beats, "FIRST", 0.0)
+    notices: list[Notice] = []
+
+    def on_event(notice: Notice) -> None:
+        notices.append(notice)
+        if notice.name == "settle_waiting":
+            (tmp_path / "gate").touch()
+
+    try:
+        assert resumed(tmp_path / "root", on_event) == (7, [7.0] * 4)
+    finally:
+        (tmp_path / "gate").touch()
+    assert [notice.name for notice in notices] == ["settle_waiting", "settled"]
