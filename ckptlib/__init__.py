@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptlib.exit_signals import ExitSignals
     from ckptlib.inspection import CheckpointInfo, inspect
     from ckptlib.local import LocalOptions
+    from ckptlib.metrics import SaveMetrics
     from ckptlib.parts import ModelParts, OptimizerParts
     from ckptlib.reader import LoadReport, load, read
     from ckptlib.restoring import Restored
@@ -50,6 +51,7 @@ __all__ = [
     "OptimizerParts",
     "Restored",
     "RngTracker",
+    "SaveMetrics",
     "SaveResult",
     "Schedule",
     "ShardedObject",
@@ -79,6 +81,7 @@ _HOMES = {
     "OptimizerParts": "parts",
     "Restored": "restoring",
     "RngTracker": "rng",
+    "SaveMetrics": "metrics",
     "SaveResult": "saving",
     "Schedule": "cadence",
     "ShardedObject": "sharding",

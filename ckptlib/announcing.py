@@ -46,21 +46,25 @@ class Announcer:
         decision: Decision,
         *,
         by_worker: bool = False,
-    ) -> None:
+    ) -> CommitEvent | None:
         """After a save: tracker, then listeners; after reading back.
 
         Args:
             by_worker: a worker committed it and has moved the tracker; it may have moved it on since.
+
+        Returns:
+            What listeners were told; None: reading back failed.
         """
         event = self.commit_event(identity, path, begin.save_id, decision)
         if event is None:
-            return
+            return None
         self.announce(identity, attempt, begin.run, begin.topology, begin.parent)
         if by_worker:
             self._is_newest(begin)
         else:
             self.move_tracker(begin)
         self.tell_of_commit(event)
+        return event
 
     def commit_event(
         self, identity: roots.RootIdentity, path: str, save_id: str, decision: Decision

@@ -200,9 +200,14 @@ class _Run:
             self.background.refused.append(begun.failed)
         try:
             if overlapped is None:
-                return self.background.launch(begun, self._group.rank)
+                return self.background.launch(begun, self._group.rank, held=lambda: self.seconds)
             return self.background.launch(
-                begun, self._group.rank, alone=True, ready=overlapped.ready, check=overlapped.unchanged.check
+                begun,
+                self._group.rank,
+                alone=True,
+                ready=overlapped.ready,
+                check=overlapped.unchanged.check,
+                held=lambda: overlapped.held,
             )
         except BaseException as error:
             abort_begun(begun, self._group.rank, error)
@@ -223,10 +228,12 @@ class _Deferred:
     Attributes:
         unchanged: that their sources are what they were.
         ready: what devices had queued when `save` was called.
+        held: seconds that `save` took; what waits for the copies later is not in it.
     """
 
     unchanged: Unchanged
     ready: tuple[torch.cuda.Event, ...]
+    held: float = 0.0
 
 
 def _overlapped(run: _Run, prepare: Callable[[], SaveRequest]) -> SaveResult:
@@ -245,6 +252,7 @@ def _overlapped(run: _Run, prepare: Callable[[], SaveRequest]) -> SaveResult:
     if deferred is None:
         return run.stage(lambda: request)
     piece = None if request.begin.piece is None else request.begin
+    deferred = replace(deferred, held=run.seconds)
     overlapped = _in_background(run, lambda: request, deferred, piece)
     return _Staging(
         url=request.storage.url(request.path),

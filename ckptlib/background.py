@@ -17,6 +17,7 @@ from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.beats import HEARTBEAT, Pulse, announce
 from ckptlib.errors import StagingError
+from ckptlib.figures import Times
 from ckptlib.manifest import Begin, Decision
 from ckptlib.packing import Package, unwrite, write_package
 from ckptlib.staging import Arena, StagedTensor
@@ -40,6 +41,7 @@ class Job:
         package: without tensors; they are staged in the arena of that number, in one slice or one after the other.
         commit_timeout: seconds that rank 0 waits for the records of all ranks before it decides `abort`.
         heartbeat: seconds between two signs of life, see `beats.interval_of`.
+        times: of this save, as far as they were known when it was handed over.
         removes: see `saving.SaveRequest`.
     """
 
@@ -56,6 +58,7 @@ class Job:
     arena: int
     commit_timeout: float
     heartbeat: float = HEARTBEAT
+    times: Times | None = None
     removes: tuple[tuple[str, str], ...] = ()
     again: bool = False
 
@@ -69,6 +72,7 @@ class Outcome:
         error: why it failed; None: it did not.
         files: data files that this rank wrote.
         left: what the checkpoint takes the place of and could not be removed (`removal.supersede`).
+        commit_seconds: rank 0's, from its own record to the exports.
     """
 
     number: int
@@ -76,6 +80,7 @@ class Outcome:
     error: str | None = None
     files: int = 0
     left: tuple[str, ...] = ()
+    commit_seconds: float | None = None
 
 
 def take_in_hand(job: Job) -> Pulse:
@@ -132,6 +137,7 @@ def run_job(
         finally:
             written()
             pulse.stop()
+        recorded = time.perf_counter()
         decision = _commit(storage, path, job) if job.rank == 0 else None
     except Exception as error:
         log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)
@@ -140,10 +146,12 @@ def run_job(
     if decision is not None and decision.outcome == "abort":
         return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
     left: list[str] = []
+    seconds = None
     if decision is not None:
+        seconds = time.perf_counter() - recorded
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
         left = removal.supersede(root_storage, root, begin)
-    return Outcome(job.number, decision, files=files, left=tuple(left))
+    return Outcome(job.number, decision, files=files, left=tuple(left), commit_seconds=seconds)
 
 
 def _write(storage: st.Storage, path: str, job: Job, arena: Arena | None, pulse: Pulse, supply: Supply | None) -> int:
@@ -157,7 +165,7 @@ def _write(storage: st.Storage, path: str, job: Job, arena: Arena | None, pulse:
         assert supply is not None
         tensors = _Sliced(job.slices, arena, supply)
     package = replace(job.package, tensors=tensors)
-    return write_package(storage, path, job.begin, job.rank, package, pulse).count
+    return write_package(storage, path, job.begin, job.rank, package, pulse, job.times).count
 
 
 class _Sliced(Sequence[TensorLeaf]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from ckptlib.async_options import AsyncOptions
 from ckptlib.background import Job, Outcome
 from ckptlib.errors import BackgroundSaveError
 from ckptlib.events import Notice, NoticeHandler, emit
+from ckptlib.figures import Times
 from ckptlib.manifest import Begin
 from ckptlib.overlap import Copy
 from ckptlib.packing import Package
@@ -145,12 +147,14 @@ class BackgroundSaves:
         alone: bool = False,
         ready: Sequence[torch.cuda.Event] = (),
         check: Callable[[], None] = lambda: None,
+        held: Callable[[], float] | None = None,
     ) -> Flight:
         """Stages a save that has begun and hands it to the worker. The state may change when this returns.
 
         Args:
             alone, ready: see `Copier.copy`.
             check: called when all is staged; raises when it is not what was to be saved.
+            held: for how many seconds training has been held by this save so far.
 
         Raises:
             StateError: an object cannot be saved.
@@ -165,10 +169,15 @@ class BackgroundSaves:
             for i, (group, place) in enumerate(zip(groups, places, strict=True)):
                 if i > 1:
                     self._shop.wait_consumed(flight, i - 1)
+                started = time.perf_counter()
                 self._copy(arena, group, place, alone=alone, ready=ready)
+                staged = time.perf_counter() - started
                 if i == len(groups) - 1:
                     check()
                 if i == 0:
+                    if len(groups) == 1:  # else nobody knows yet how long it will take
+                        times = Times(None if held is None else held(), staged)
+                        flight.job = replace(flight.job, times=times)
                     self._shop.take_off(flight)
                 else:
                     self._shop.supply(flight, i)

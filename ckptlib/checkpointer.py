@@ -32,12 +32,14 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
+from ckptlib.held import HeldClock, holds
 from ckptlib.layouts.contents import check_topology
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.local import Chosen, LocalOptions, LocalTier
 from ckptlib.local_pieces import Pieces
 from ckptlib.local_sets import World
 from ckptlib.manifest import Begin, Decision, Format, IoMode, Kind, SemanticType
+from ckptlib.metrics import MetricsHandler, SaveMetrics, report
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
 from ckptlib.requests import Asked, Requests
@@ -81,6 +83,7 @@ class Checkpointer:
         background: how asynchronous saves are written; None: a worker process, one save in flight.
         local: where each rank keeps checkpoints of its own (``kind="non_persistent_local"``); None: nowhere.
         on_event: called with each `Notice`.
+        on_metrics: called with the numbers of each committed save, on rank 0 (`SaveMetrics`); they are logged too.
         storage_options: for fsspec.
 
     Raises:
@@ -114,6 +117,7 @@ class Checkpointer:
         background: AsyncOptions | None = None,
         local: LocalOptions | None = None,
         on_event: NoticeHandler | None = None,
+        on_metrics: MetricsHandler | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         roots.check_run_name(run)
@@ -145,6 +149,8 @@ class Checkpointer:
         self._contents = contents
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
         self._on_event = on_event
+        self._on_metrics = on_metrics
+        self._held = HeldClock()
         self._timeout = timeout
         self._semantic_type: SemanticType = semantic_type
         self._format: Format = FORMAT_OF.get(semantic_type, "torch_dist") if format is None else format
@@ -186,6 +192,14 @@ class Checkpointer:
     def attempt(self) -> int:
         """Number of this attempt, from 1."""
         return self._attempt.number
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that `save`, `wait_staged`, `prepare`, `drain`, `close` and `SaveResult.wait` have held this rank.
+
+        A throughput is measured without what it grew by meanwhile.
+        """
+        return self._held.seconds
 
     @property
     def root(self) -> str:
@@ -368,6 +382,7 @@ class Checkpointer:
             return None
         return self.save(state, iteration=iteration, **options)
 
+    @holds
     def save(
         self,
         state: dict[str, Any],
@@ -484,9 +499,9 @@ class Checkpointer:
             )
             if pending is None:
                 return self._skipped(self._storage.url(self._requests.path(iteration, kind)), iteration)
-            return pending
+            return self._held.result(pending)
         result, decision, begin = run_save(self._group, prepare, self._plans)
-        self._after_commit(begin, decision)
+        self._after_commit(begin, decision, commit_seconds=result.phases["commit"], stall=result.seconds)
         self._parent = begin.save_id
         return result
 
@@ -528,6 +543,7 @@ class Checkpointer:
         emit(self._on_event, Notice("save_skipped", text, {"iteration": iteration}))
         return SaveResult(url, iteration, "", 0, 0, 0.0, skipped=True)
 
+    @holds
     def prepare(
         self,
         state: dict[str, Any] | int,
@@ -574,10 +590,20 @@ class Checkpointer:
         begun = plan_together(self._group, lambda: request(self._parent, ()), self._plans)
         self._background.prepare(layout(begun.pack(self._group.rank).tensors)[1])
 
-    def _after_commit(self, begin: Begin, decision: Decision, *, by_worker: bool = False) -> None:
+    def _after_commit(
+        self,
+        begin: Begin,
+        decision: Decision,
+        *,
+        by_worker: bool = False,
+        commit_seconds: float | None = None,
+        stall: float | None = None,
+    ) -> None:
         if self._group.rank == 0:
             path = self._requests.path(begin.iteration, begin.kind)
-            self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
+            event = self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
+            if event is not None:
+                report(self._on_metrics, SaveMetrics.of(event, commit=commit_seconds, stall=stall))
             if not by_worker:
                 self._tell_of_left(removal.supersede(self._storage, self._root, begin))
 
@@ -597,9 +623,11 @@ class Checkpointer:
                     self._parent = begin.parent
                 emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
             elif outcome.decision is not None and begin.kind != "non_persistent_local":
-                self._after_commit(begin, outcome.decision, by_worker=True)
+                seconds = outcome.commit_seconds
+                self._after_commit(begin, outcome.decision, by_worker=True, commit_seconds=seconds)
                 self._tell_of_left(outcome.left)
 
+    @holds
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Waits for an overlapped copy (`AsyncOptions.staging`): the state may change when this returns True.
 
@@ -608,6 +636,7 @@ class Checkpointer:
         """
         return self._background.wait_staged(timeout)
 
+    @holds
     def drain(self, timeout: float = 30.0, *, at_deadline: Literal["abort", "leave"] = "abort") -> bool:
         """Waits for saves in flight, for what is left of a grace period, and has listeners hand over what they hold.
 
@@ -654,6 +683,7 @@ class Checkpointer:
             emit(self._on_event, Notice("save_drained", text, {"iteration": begin.iteration, "outcome": outcomes[-1]}))
         return all(outcome == "commit" for outcome in outcomes)
 
+    @holds
     def close(self, timeout: float = 30.0) -> None:
         """Ends this attempt's use of the checkpointer; safe to call twice.
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from ckptlib import exported, records
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError, RecordError, StateError, UncommittedError
+from ckptlib.figures import Figures
 from ckptlib.index import ItemIndex
 from ckptlib.manifest import Begin, Decision, FileEntry, Manifest, RankRecord, Role
 from ckptlib.paused_gc import paused_gc
@@ -421,7 +422,8 @@ def _write_manifest(
     exports = {name: (entry.size, entry.sha256) for name, entry in exported.copies(begin, files)}
     if exported.has_marker(begin.format):
         exports[exported.MARKER] = (len(exported.MARKER_BYTES), hashlib.sha256(exported.MARKER_BYTES).hexdigest())
-    manifest = Manifest(begin, tuple(files), exports, len(index.keys), len(index.object_keys))
+    figures = Figures.of((record.size, record.times) for _, record in sorted(by_rank.items()))
+    manifest = Manifest(begin, tuple(files), exports, len(index.keys), len(index.object_keys), figures)
     return _create_or_read(storage, st.join(path, directory, MANIFEST), manifest.encode())
 
 

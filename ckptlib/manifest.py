@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ckptlib import records
 from ckptlib.errors import RecordError, StateError
+from ckptlib.figures import Figures, Times
 from ckptlib.topology import Topology
 
 Kind = Literal["persistent", "non_persistent_global", "non_persistent_local", "release"]
@@ -145,6 +146,19 @@ class Begin:
         if self.kind not in KINDS:
             raise StateError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
 
+    @property
+    def since_parent(self) -> float | None:
+        """Seconds from the begin of the save that this one continues from, by the clocks of both; shown only.
+
+        Where that one is of an older attempt, the time between the two attempts is in it. None: it continues from none.
+        """
+        if self.parent is None or self.created_at <= 0:
+            return None
+        try:
+            return max(0.0, self.created_at - int(self.parent.split("-")[1], 16) / 1000)
+        except (IndexError, ValueError):
+            return None
+
     def to_json(self) -> dict[str, Any]:
         """As a record body."""
         return {
@@ -217,6 +231,7 @@ class RankRecord:
     Attributes:
         items: the index of the items in its files, as `ItemIndex.to_record` gives it.
         values_digest: SHA-256 of the rank's unsharded values, which must be equal on all ranks (W3).
+        times: how long it took.
     """
 
     save_id: str
@@ -226,7 +241,12 @@ class RankRecord:
     files: tuple[FileEntry, ...]
     items: str
     values_digest: str
-    seconds: float = 0.0
+    times: Times = field(default_factory=Times)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
         """Bytes of ``rank_<r>.json``."""
@@ -240,7 +260,8 @@ class RankRecord:
                 "files": [entry.to_json() for entry in self.files],
                 "items": self.items,
                 "values_digest": self.values_digest,
-                "seconds": self.seconds,
+                "seconds": self.times.write,
+                **{name: x for name in ("stall", "stage") if (x := getattr(self.times, name)) is not None},
             },
         )
 
@@ -257,7 +278,7 @@ class RankRecord:
                 files=tuple(FileEntry.from_json(entry, where) for entry in value["files"]),
                 items=value["items"],
                 values_digest=value["values_digest"],
-                seconds=value["seconds"],
+                times=Times(value.get("stall"), value.get("stage"), value["seconds"]),
             )
         except (KeyError, TypeError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
@@ -272,7 +293,8 @@ class Manifest:
         files: every file of the save under its own (save-id) name.
         exports: ``name -> (size, sha256)`` of the files foreign readers see, except ``checkpoint.json`` (this
             manifest's own bytes) and ``integrity.json`` (derived from both lists).
-        keys: number of tensors and objects, for people.
+        tensors, objects: how many there are, for people.
+        figures: how long it took; None: written before that was recorded.
     """
 
     begin: Begin
@@ -280,6 +302,7 @@ class Manifest:
     exports: Mapping[str, tuple[int, str]]
     tensors: int = 0
     objects: int = 0
+    figures: Figures | None = None
 
     @property
     def size(self) -> int:
@@ -300,6 +323,7 @@ class Manifest:
                 "exports": {name: list(entry) for name, entry in self.exports.items()},
                 "tensors": self.tensors,
                 "objects": self.objects,
+                **({} if self.figures is None else {"figures": self.figures.to_json()}),
             },
         )
 
@@ -315,8 +339,9 @@ class Manifest:
                 exports={name: (entry[0], entry[1]) for name, entry in value["exports"].items()},
                 tensors=value["tensors"],
                 objects=value["objects"],
+                figures=None if value.get("figures") is None else Figures.from_json(value["figures"]),
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
 
 

@@ -11,12 +11,13 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from ckptlib import commit
 from ckptlib import storage as st
 from ckptlib.beats import Pulse
+from ckptlib.figures import Times
 from ckptlib.manifest import Begin, RankRecord
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
@@ -187,12 +188,22 @@ class ShardedContent:
 
 
 def write_package(
-    storage: st.Storage, path: str, begin: Begin, rank: int, package: Package, pulse: Pulse | None = None
+    storage: st.Storage,
+    path: str,
+    begin: Begin,
+    rank: int,
+    package: Package,
+    pulse: Pulse | None = None,
+    times: Times | None = None,
+    *,
+    held_since: float | None = None,
 ) -> RankFiles:
     """Writes a rank's part of a save, durable, and then records it.
 
     Args:
         pulse: told of progress, and stopped before the record: what follows the records removes the beats.
+        times: what is known before the write.
+        held_since: nothing is; training waits for this write, since then, by `time.perf_counter`.
 
     Raises:
         OSError: the storage failed.
@@ -200,6 +211,8 @@ def write_package(
     started = time.perf_counter()
     wrote = (lambda nbytes: None) if pulse is None else pulse.wrote
     written = package.write(storage, path, begin.save_id, rank, wrote)
+    ended = time.perf_counter()
+    times = times or Times(stall=None if held_since is None else ended - held_since)
     record = RankRecord(
         save_id=begin.save_id,
         rank=rank,
@@ -208,7 +221,7 @@ def write_package(
         files=written.files,
         items=written.items(),
         values_digest=package.values_digest,
-        seconds=time.perf_counter() - started,
+        times=replace(times, write=ended - started),
     )
     if pulse is not None:
         pulse.stop()

@@ -198,7 +198,7 @@ def run_save(
     request, begin = begun.request, begun.begin
     clock.mark("plan")
     try:
-        written = agree(group, "write", lambda: _write(begun, group.rank))
+        written = agree(group, "write", lambda: _write(begun, group.rank, started))
         clock.mark("write")
         decision = lead(group, "commit", lambda: _commit(request, begin))
     except BaseException as error:
@@ -330,7 +330,7 @@ def _same_attempt(save: commit.SaveState, begin: Begin) -> bool:
     return save.begin is not None and save.begin.attempt == begin.attempt
 
 
-def _write(begun: Begun, rank: int) -> tuple[int, int]:
+def _write(begun: Begun, rank: int, held_since: float) -> tuple[int, int]:
     """One rank's part: serialise, write, record. Returns bytes and number of data files."""
     # Everything that can be refused is refused before the first byte.
     request, begin = begun.request, begun.begin
@@ -339,7 +339,7 @@ def _write(begun: Begun, rank: int) -> tuple[int, int]:
     pulse = Pulse(request.storage, request.path, begin, rank, total, at_once=False)
     try:
         removal.remove_all(request.storage, request.removes)
-        written = write_package(request.storage, request.path, begin, rank, package, pulse)
+        written = write_package(request.storage, request.path, begin, rank, package, pulse, held_since=held_since)
     finally:
         pulse.stop()
     return written.nbytes, written.count

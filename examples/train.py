@@ -89,7 +89,7 @@ def train(config: TrainConfig) -> list[float]:
                 scheduler.step()
                 consumed += config.global_batch
                 losses.append(loss)
-                journal.iteration(iteration, loss, lr, checkpointer.attempt)
+                journal.iteration(iteration, loss, lr, checkpointer)
                 saved = checkpointer.step(
                     state,
                     iteration=iteration,
@@ -191,9 +191,12 @@ class Journal:
         self._topology = f"TP={place.topology.tp} x DP={place.topology.dp}"
         self._speaks = place.rank == 0
         self._began = time.monotonic()
+        self._first = 0
 
     def resumed(self, restored: Restored, attempt: int) -> None:
         """Says where training starts."""
+        self._began = time.monotonic()
+        self._first = restored.iteration
         if restored.found:
             self._say(f"resumed from step {restored.iteration}: {restored.url} ({restored.reason})")
         else:
@@ -210,12 +213,15 @@ class Journal:
             }
         )
 
-    def iteration(self, iteration: int, loss: float, lr: float, attempt: int) -> None:
-        """Records one iteration."""
-        self._append({"iteration": iteration, "loss": loss, "lr": lr, "attempt": attempt})
+    def iteration(self, iteration: int, loss: float, lr: float, checkpointer: Checkpointer) -> None:
+        """Records one iteration. The throughput is training's own: the time that saves held it is left out."""
+        self._append({"iteration": iteration, "loss": loss, "lr": lr, "attempt": checkpointer.attempt})
         if iteration % self._config.save_interval == 0:
             seconds = time.monotonic() - self._began
-            self._say(f"iteration {iteration:4d}  loss {loss:.4f}  lr {lr:.2e}  {seconds:.1f} s")
+            trained = seconds - checkpointer.stalled
+            tokens = (iteration - self._first) * self._config.global_batch * self._config.context
+            rate = tokens / trained if trained > 0 else 0.0
+            self._say(f"iteration {iteration:4d}  loss {loss:.4f}  lr {lr:.2e}  {seconds:.1f} s  {rate:.0f} tokens/s")
 
     def saved(self, iteration: int, seconds: float) -> None:
         """Says that a checkpoint exists."""

@@ -22,7 +22,19 @@ from unittest import mock
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, checkpointer, commit, exports, fetch, reader, records, roots, saving, settling
+from ckptlib import (
+    Checkpointer,
+    checkpointer,
+    commit,
+    exports,
+    fetch,
+    packing,
+    reader,
+    records,
+    roots,
+    saving,
+    settling,
+)
 from ckptlib.coordination import SoloGroup
 from ckptlib.errors import RankTimeoutError
 from tests.ckptlib.explorer import MESSAGE, TIMEOUT, Player
@@ -162,7 +174,7 @@ class Theatre:
         with contextlib.ExitStack() as stack:
             for module in (commit, roots):
                 stack.enter_context(mock.patch.object(module, "uuid", ids))
-            for module in (commit, roots, saving):
+            for module in (commit, packing, roots, saving):
                 stack.enter_context(mock.patch.object(module, "time", clock))
             stack.enter_context(mock.patch.object(roots, "os", SimpleNamespace(getpid=lambda: 1)))
             stack.enter_context(mock.patch.object(roots, "socket", SimpleNamespace(gethostname=lambda: "host")))

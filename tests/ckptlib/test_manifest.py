@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptlib import records
 from ckptlib.errors import IntegrityError, RecordError, StateError, VersionError
+from ckptlib.figures import Figures, Times
 from ckptlib.index import ItemIndex
 from ckptlib.manifest import KINDS, Begin, Decision, FileEntry, Manifest, RankRecord, paths_of
 from ckptlib.topology import Topology
@@ -50,6 +51,7 @@ BEGINS = st.builds(
     replaces=st.lists(NAMES, max_size=2).map(tuple),
     created_at=TIMES,
 )
+RANK_TIMES = st.builds(Times, stall=st.none() | TIMES, stage=st.none() | TIMES, write=TIMES)
 RECORDS = st.builds(
     RankRecord,
     save_id=NAMES,
@@ -59,7 +61,7 @@ RECORDS = st.builds(
     files=st.lists(FILES, max_size=2).map(tuple),
     items=st.just(ItemIndex.build([]).to_record()),
     values_digest=DIGESTS,
-    seconds=TIMES,
+    times=RANK_TIMES,
 )
 MANIFESTS = st.builds(
     Manifest,
@@ -68,6 +70,7 @@ MANIFESTS = st.builds(
     exports=st.dictionaries(NAMES, st.tuples(SIZES, DIGESTS), max_size=2),
     tensors=st.integers(0, 10**6),
     objects=st.integers(0, 10**6),
+    figures=st.lists(st.tuples(SIZES, RANK_TIMES), max_size=3).map(Figures.of),
 )
 DECISIONS = st.builds(
     Decision,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
@@ -190,6 +191,26 @@ def test_show_names_every_file_with_digest_and_origin(ckpt: Ckpt, history: tuple
     out = ckpt("show", f"{RUN}@90").out
     for file in catalog.files(row.id):
         assert re.search(rf"^{re.escape(file.path)} .*{(file.sha256 or '')[:12]}  writer", out, flags=re.MULTILINE)
+
+
+@pytest.mark.usefixtures("past")
+def test_show_says_how_long_the_save_took(ckpt: Ckpt) -> None:
+    keys = ("stall_seconds", "stage_seconds", "write_seconds", "since_parent_seconds")
+    shown = ckpt("show", f"{RUN}@90", "-o", "json").json
+    stall, stage, write, since = (shown[key] for key in keys)
+    assert stall >= write > 0
+    assert since >= 0
+    assert (stage, len(shown["rank_rates"])) == (None, 2)
+    out = ckpt("show", f"{RUN}@90").out
+    assert re.search(r"^training stalled +[\d.]+ m?s$", out, flags=re.MULTILINE)
+    assert re.search(r"^rates of ranks +[\d.]+ .?B/s to [\d.]+ .?B/s$", out, flags=re.MULTILINE)
+
+
+def test_show_needs_no_storage(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
+    record(training, catalog, 5)
+    shutil.rmtree(training.root)
+    shown = ckpt("show", f"{RUN}@5", "-o", "json").json
+    assert (shown["stall_seconds"], shown["write_seconds"], shown["rank_rates"]) == (None, None, [])
 
 
 def test_show_lists_verifications_with_the_files_that_failed(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
