@@ -15,7 +15,7 @@ import torch
 
 import ckptlib
 from ckptlib import Checkpointer, SaveMetrics
-from ckptlib.background_saves import AsyncOptions
+from ckptlib.async_options import AsyncOptions
 from ckptlib.figures import Figures, Times
 from ckptlib.held import HeldClock
 from ckptlib.manifest import Begin, Manifest
