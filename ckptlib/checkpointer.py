@@ -640,8 +640,9 @@ class Checkpointer:
     def drain(self, timeout: float = 30.0, *, at_deadline: Literal["abort", "leave"] = "abort") -> bool:
         """Waits for saves in flight, for what is left of a grace period, and has listeners hand over what they hold.
 
-        Every rank calls it. At the deadline rank 0 decides `abort` for what is not committed (W4): the resume point
-        before stands, and nobody can commit it later. What became of each save is a `save_drained` notice on rank 0.
+        Every rank calls it. At the deadline rank 0 decides `abort` for what is not committed (W4), and each rank for
+        its local pieces: the resume point before stands, and nobody can commit it later. What became of each save is a
+        `save_drained` notice where it was decided.
 
         Args:
             timeout: seconds; a tenth of it, at most 2 s, is kept for the decision.
@@ -665,15 +666,16 @@ class Checkpointer:
         begins = self._background.in_flight()
         if self._background.unstaged is not None:
             begins.append(self._background.unstaged)
-        if self._group.rank != 0:
-            return not begins
+        of_others = [begin for begin in begins if begin.piece is None and self._group.rank != 0]
         outcomes = []
         for begin in begins:
-            path = self._requests.path(begin.iteration, begin.kind)
+            if begin in of_others:
+                continue
+            storage, path = self._requests.place(begin.iteration, begin.kind)
             reason = f"the job ended, and after {timeout:g} s the save was not complete"
             self._told.add(begin.save_id)
             try:
-                decision = commit.decide_abort(self._storage, path, begin.save_id, reason=reason, decided_by="drain")
+                decision = commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="drain")
             except OSError as error:
                 outcomes.append("undecided")
                 text = f"iteration {begin.iteration}: undecided, the next attempt settles it: {error}"
@@ -681,7 +683,7 @@ class Checkpointer:
                 outcomes.append(decision.outcome)
                 text = f"iteration {begin.iteration}: {decision.outcome}, decided by {decision.decided_by}"
             emit(self._on_event, Notice("save_drained", text, {"iteration": begin.iteration, "outcome": outcomes[-1]}))
-        return all(outcome == "commit" for outcome in outcomes)
+        return not of_others and all(outcome == "commit" for outcome in outcomes)
 
     @holds
     def close(self, timeout: float = 30.0) -> None:

@@ -103,9 +103,10 @@ class Requests:
                 streams = Streams(own, all_rng, every_rank=every_rng)
                 beside = Beside(asked.progress or {}, asked.metrics or {}, asked.args, asked.rerun_state, streams)
                 tree, begin = compose(parts_of(asked.state, asked.contents), beside, begin, rank)
+            storage, path = self.place(asked.iteration, asked.kind)
             return SaveRequest(
-                self.storage if local is None else local.pieces.storage,
-                self.path(asked.iteration, asked.kind) if local is None else local.pieces.path(asked.iteration),
+                storage,
+                path,
                 begin,
                 content_of(asked.semantic_type, tree),
                 asked.on_exists,
@@ -114,6 +115,12 @@ class Requests:
             )
 
         return request
+
+    def place(self, iteration: int, kind: Kind) -> tuple[st.Storage, str]:
+        """Where this rank saves."""
+        if kind == "non_persistent_local" and self.local is not None:
+            return self.local.pieces.storage, self.local.pieces.path(iteration)
+        return self.storage, self.path(iteration, kind)
 
     def path(self, iteration: int, kind: Kind) -> str:
         """The directory of a checkpoint of the run."""

@@ -654,6 +654,28 @@ def test_what_happens_at_the_limit_is_what_happens_to_all_saves(root: str, shm: 
                 assert [notice.name for notice in notices] == ["save_skipped"]
 
 
+def test_w4_at_the_end_of_a_grace_period_each_rank_gives_up_its_own_piece(root: str, shm: str) -> None:
+    notices: list[Notice] = []
+    checkpointer = job(root, shm, io_mode="async", background=THREAD, on_event=notices.append)
+    save(checkpointer, 10)
+    assert checkpointer.drain(60)
+    may_write, before = threading.Event(), files_of(root)
+    original = ckptlib.background.write_package
+
+    def write(*args: Any, **options: Any) -> Any:
+        assert may_write.wait(60)
+        return original(*args, **options)
+
+    with mock.patch.object(ckptlib.background, "write_package", write):
+        save(checkpointer, 20)
+        assert not checkpointer.drain(0.2)
+        may_write.set()
+        checkpointer.close()
+    assert [notice.data["outcome"] for notice in notices if notice.name == "save_drained"] == ["abort"]
+    assert files_of(root) == before  # nothing of it is on the run's storage
+    assert job(root, shm).restore(state()).iteration == 10
+
+
 def test_a_local_save_needs_a_place(root: str) -> None:
     with pytest.raises(UnsupportedError, match=r"non_persistent_local.*LocalOptions"):
         Checkpointer(root, run="run").save(state(), iteration=1, kind=LOCAL)
