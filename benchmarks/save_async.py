@@ -8,7 +8,7 @@ pages that were staged.
 
     python benchmarks/save_async.py                 # 1 GiB, 10 rounds, /dev/shm
     python benchmarks/save_async.py --mib 256 --rounds 5 --directory /scratch
-    PYTHONPATH=peers python benchmarks/save_async.py --peers    # see benchmarks/support/peers.py
+    PYTHONPATH=out/peers python benchmarks/save_async.py --peers    # see benchmarks/support/peers.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 They are no dependency of the project and are looked for only when asked. Into a directory of their own, beside the
 torch that is there:
 
-    .venv/bin/pip install --no-deps --target peers torch-checkpointing==0.1.1 moonclip==0.3.1
-    PYTHONPATH=peers .venv/bin/python benchmarks/save_async.py --peers
+    .venv/bin/pip install --no-deps --target out/peers torch-checkpointing==0.1.1 moonclip==0.3.1
+    PYTHONPATH=out/peers .venv/bin/python benchmarks/save_async.py --peers
 """
 
 from __future__ import annotations
