@@ -22,6 +22,7 @@ from ckptlib.manifest import Begin, Decision
 from ckptlib.packing import Package, unwrite, write_package
 from ckptlib.staging import Arena, StagedTensor
 from ckptlib.state import TensorLeaf, dtype_of
+from ckptlib.writer import Passing
 
 log = logging.getLogger("ckptlib")
 
@@ -168,8 +169,8 @@ def _write(storage: st.Storage, path: str, job: Job, arena: Arena | None, pulse:
     return write_package(storage, path, job.begin, job.rank, package, pulse, job.times).count
 
 
-class _Sliced(Sequence[TensorLeaf]):
-    """The tensors of a job in slices, to be iterated over once, in order."""
+class _Sliced(Passing):
+    """The tensors of a job in slices."""
 
     def __init__(self, slices: Sequence[Sequence[StagedTensor]], arena: Arena, supply: Supply) -> None:
         self._slices = slices
@@ -179,12 +180,10 @@ class _Sliced(Sequence[TensorLeaf]):
     def __len__(self) -> int:
         return sum(map(len, self._slices))
 
-    def __getitem__(self, i: Any) -> Any:
-        raise TypeError("slices of a save are there one after the other")
-
-    def __iter__(self) -> Iterator[TensorLeaf]:
+    def through(self, release: Callable[[], None]) -> Iterator[TensorLeaf]:
         for number, places in enumerate(self._slices):
             if number:
+                release()  # or the digest would be of what comes next
                 self._supply.next(number)
             for place in places:
                 yield self._arena.leaf(place)

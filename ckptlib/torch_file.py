@@ -53,9 +53,10 @@ class Skeleton:
     def write(
         self, stream: st.WriteStream, payloads: Iterable[memoryview], wrote: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Writes the file. A payload must not change before the stream is finished.
+        """Writes the file.
 
         Args:
+            payloads: in order, each whole or in consecutive pieces; `storage.base.WriteStream.write` reads them.
             wrote: told of bytes as they are handed over.
 
         Raises:
@@ -64,17 +65,22 @@ class Skeleton:
         stream.write(self.segments[0])
         wrote(len(self.segments[0]))
         crcs: list[int] = []
-        for i, payload in enumerate(payloads):
-            crcs.append(isal_zlib.crc32(payload))
-            write_payload(stream, payload, wrote)
+        pieces = iter(payloads)
+        for i, size in enumerate(self.payloads):
+            crc32, left = 0, size
+            while left:
+                piece = next(pieces)
+                crc32 = isal_zlib.crc32(piece, crc32)
+                write_payload(stream, piece, wrote)
+                left -= len(piece)
+            crcs.append(crc32)
             segment = bytearray(self.segments[i + 1])
-            struct.pack_into("<I", segment, len(_DESCRIPTOR), crcs[-1])
+            struct.pack_into("<I", segment, len(_DESCRIPTOR), crc32)
             if i + 1 == len(self.payloads):
-                for at, crc32 in zip(self.crc_at, crcs, strict=True):
-                    struct.pack_into("<I", segment, at, crc32)
+                for at, crc in zip(self.crc_at, crcs, strict=True):
+                    struct.pack_into("<I", segment, at, crc)
             stream.write(bytes(segment))
             wrote(len(segment))
-        assert len(crcs) == len(self.payloads)
 
 
 def skeleton(tree: Any, where: str) -> tuple[Skeleton, list[int]]:

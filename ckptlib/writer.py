@@ -5,8 +5,10 @@ Nothing here knows about other ranks or about commits. A tensor on the CPU is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from isal import isal_zlib
 
@@ -84,6 +86,25 @@ def serialise_objects(flat: FlatState, objects: Sequence[str], values: Sequence[
     return blobs
 
 
+class Passing(Sequence[TensorLeaf]):
+    """Tensors that are there one after the other: memory of earlier ones is used again for later ones."""
+
+    @abstractmethod
+    def through(self, release: Callable[[], None]) -> Iterator[TensorLeaf]:
+        """The tensors, in order, once. `release` is called before memory is used again, and ends all reads of it."""
+
+    def __getitem__(self, i: Any) -> Any:
+        raise TypeError("slices of a save are there one after the other")
+
+    def __iter__(self) -> Iterator[TensorLeaf]:
+        raise TypeError("slices of a save are gone through by `in_turn`")
+
+
+def in_turn(tensors: Sequence[TensorLeaf], stream: st.WriteStream) -> Iterator[TensorLeaf]:
+    """Tensors as they can be written to a stream, whose digest may lag behind what was handed to it."""
+    return tensors.through(stream.release) if isinstance(tensors, Passing) else iter(tensors)
+
+
 def leaf_part(leaf: TensorLeaf, part: Part) -> TensorLeaf:
     """The rows of a leaf that this rank writes: a view."""
     if not leaf.box.shape or (part.start, part.stop) == (0, leaf.box.shape[part.axis]):
@@ -135,7 +156,7 @@ def write_rank_files(
             wrote(len(blob.data))
             objects.append(ObjectItem(blob.key, blob.wrapped, Location(name, offset, len(blob.data))))
             offset += len(blob.data)
-        for leaf in tensors:
+        for leaf in in_turn(tensors, stream):
             chunks.append(_write_tensor(stream, leaf, name, offset, wrote))
             offset += chunks[-1].location.length
             if leaf.box.shape == leaf.global_shape and leaf.nbytes <= REPEATED_TENSOR_BYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptlib import storage as st
 from ckptlib.errors import StateError
@@ -17,7 +17,7 @@ from ckptlib.plan import values_digest
 from ckptlib.planning import Share
 from ckptlib.state import TensorLeaf, leaf_bytes
 from ckptlib.torch_file import Skeleton, skeleton
-from ckptlib.writer import RankFiles
+from ckptlib.writer import RankFiles, in_turn
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class OwnFile(Package):
     """A rank's own state in one file; None: this rank writes nothing."""
 
     skeleton: Skeleton | None = None
+
+    is_sliceable: ClassVar[bool] = True
 
     def names(self, save_id: str, rank: int) -> list[str]:
         """See `Package.names`."""
@@ -42,7 +44,7 @@ class OwnFile(Package):
         name = own_file_name(rank, save_id)
         stream = storage.open_write(st.join(path, name))
         try:
-            self.skeleton.write(stream, (leaf_bytes(leaf.tensor) for leaf in self.tensors), wrote)
+            self.skeleton.write(stream, (leaf_bytes(leaf.tensor) for leaf in in_turn(self.tensors, stream)), wrote)
             written = stream.finish()
         except BaseException:
             stream.abort()

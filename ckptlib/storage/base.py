@@ -59,7 +59,10 @@ class WriteStream(Protocol):
     """A file being written from front to back."""
 
     def write(self, data: Buffer) -> None:
-        """Appends. The buffer must not change before `finish` returns."""
+        """Appends. The buffer must not change before `release` or `finish` returns."""
+
+    def release(self) -> None:
+        """Returns when nothing that was handed over is read any more."""
 
     def finish(self) -> Written:
         """Makes the file durable under its name."""

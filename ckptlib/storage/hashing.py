@@ -22,7 +22,7 @@ _STOP = object()
 
 
 class StreamHasher:
-    """SHA-256 of everything given to `update`, in order. Buffers must stay unchanged until `digest` returns."""
+    """SHA-256 of everything given to `update`, in order. Buffers stay unchanged until `settle` or `digest` returns."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -39,6 +39,11 @@ class StreamHasher:
             self._thread.start()
         self._queue.put(data)
 
+    def settle(self) -> None:
+        """Waits until everything that was given is digested."""
+        if self._thread is not None:
+            self._queue.join()
+
     def digest(self) -> str:
         """Waits for the thread and returns 64 hex digits."""
         self.close()
@@ -54,3 +59,4 @@ class StreamHasher:
     def _run(self) -> None:
         while (item := self._queue.get()) is not _STOP:
             self._hash.update(item)  # type: ignore[arg-type]
+            self._queue.task_done()

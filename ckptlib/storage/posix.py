@@ -234,6 +234,10 @@ class PosixWriteStream:
         for start in range(0, len(view), WRITE_BYTES):
             self._write_block(view[start : start + WRITE_BYTES])
 
+    def release(self) -> None:
+        """The kernel has what was written; the digest catches up."""
+        self._hasher.settle()
+
     def finish(self) -> Written:
         """fsync of the file, then of its directory."""
         with _naming(self._path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from ckptlib.sharding import Box
 from ckptlib.slices import slices
 from ckptlib.staging import aligned
 from ckptlib.state import TensorLeaf
-from ckptlib.storage import resolve
+from ckptlib.storage import hashing, resolve
 from tests.support.ranks import run_ranks
 
 THREAD = AsyncOptions(worker="thread")
@@ -135,6 +137,38 @@ def test_a_state_larger_than_the_budget_is_staged_in_slices_and_says_so(root: st
         ckptlib.load(target, f"{root}/iter_{iteration:07d}", verify="data")
         for name, tensor in big_state(iteration).items():
             assert torch.equal(target["model"][name], tensor), name
+
+
+class SlowDigest:
+    """SHA-256 that lags behind the writes, as on a machine whose cores are busy."""
+
+    def __init__(self) -> None:
+        self._real = hashlib.sha256()
+
+    def update(self, data: Any) -> None:
+        if len(data) > 2**19:
+            time.sleep(0.02)
+        self._real.update(data)
+
+    def hexdigest(self) -> str:
+        return self._real.hexdigest()
+
+
+@pytest.mark.parametrize("semantic_type", ["GLOBAL", "LOCAL"])
+def test_memory_of_a_slice_is_used_again_only_when_its_digest_is_made(root: str, semantic_type: Any) -> None:
+    options = AsyncOptions(worker="thread", staging_budget=2 * 2**20)
+    with (
+        mock.patch.object(hashing, "hashlib", types.SimpleNamespace(sha256=SlowDigest)),
+        Checkpointer(root, run="run", semantic_type=semantic_type, io_mode="async", background=options) as job,
+    ):
+        tree = {"model": {f"w{i}": torch.full((192 * 1024,), float(i)) for i in range(8)} | big_state(1)}
+        job.save(tree, iteration=1).wait(60)
+    report = ckptlib.verify(f"{root}/iter_0000001")
+    assert report.ok, report.problems
+    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in tree["model"].items()}}
+    ckptlib.load(target, f"{root}/iter_0000001")
+    for name, tensor in tree["model"].items():
+        assert torch.equal(target["model"][name], tensor), name
 
 
 def test_memory_that_is_not_free_is_not_taken(root: str) -> None:

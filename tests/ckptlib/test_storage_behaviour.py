@@ -81,6 +81,18 @@ def test_a_finished_stream_is_there_with_its_size_and_digest(place: Place) -> No
     assert place.store.list(place("new", "deep")) == [Entry("file", False, len(content))]
 
 
+def test_a_buffer_may_change_once_it_is_released(place: Place) -> None:
+    stream = place.store.open_write(place("a"))
+    buffer, digest = bytearray(3 * MIB), hashlib.sha256()
+    for fill in range(4):
+        buffer[:] = bytes([fill]) * len(buffer)
+        digest.update(buffer)
+        stream.write(buffer)
+        stream.release()
+    assert stream.finish().sha256 == digest.hexdigest()
+    assert hashlib.sha256(place.store.get(place("a"))).hexdigest() == digest.hexdigest()
+
+
 def test_an_empty_stream_makes_an_empty_file(place: Place) -> None:
     written = place.store.open_write(place("empty")).finish()
     assert (written.size, written.sha256) == (0, hashlib.sha256(b"").hexdigest())
