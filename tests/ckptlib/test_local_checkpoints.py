@@ -37,7 +37,7 @@ from ckptlib.events import Notice
 from ckptlib.local_pieces import Pieces
 from ckptlib.storage import PosixStorage
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.roots import Crash, files_of
+from tests.support.roots import Crash, files_of, note, noted
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -470,7 +470,7 @@ def train_until_killed(rank: int, root: str, shm: str, io_mode: Any, victim: int
     """Goes on from what is there, which must not be older than what every rank had saved before."""
     checkpointer = job(root, shm, io_mode=io_mode, settle_wait=20.0)
     saved = [Path(f"{root}-saved-{each}") for each in range(3)]
-    common = min(int(path.read_text()) if path.exists() else 0 for path in saved)
+    common = min(map(noted, saved))
     target = state(rank)
     restored = checkpointer.restore(target, missing="start")
     assert restored.iteration >= common, f"{restored.iteration} after {common}: {restored.reason}"
@@ -480,7 +480,7 @@ def train_until_killed(rank: int, root: str, shm: str, io_mode: Any, victim: int
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for iteration in range(restored.iteration + 10, restored.iteration + 10_000, 10):
         save(checkpointer, iteration, rank=rank)
-        saved[rank].write_text(str(iteration))
+        note(saved[rank], iteration)
 
 
 @pytest.mark.deep

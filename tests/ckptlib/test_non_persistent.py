@@ -24,7 +24,7 @@ from ckptlib.events import Notice
 from ckptlib.roots import Found
 from ckptlib.storage import PosixStorage
 from tests.support.ranks import try_ranks
-from tests.support.roots import Crash, crash_at, files_of, newest, small_state, states, tracker
+from tests.support.roots import Crash, crash_at, files_of, newest, note, noted, small_state, states, tracker
 from tests.support.trees import assert_same, blanked
 
 NP = "non_persistent_global"
@@ -282,8 +282,7 @@ def test_a_persistent_checkpoint_after_a_non_persistent_one_wins(root: str) -> N
 
 def train_until_killed(rank: int, root: str, victim: int, delay: float) -> None:
     """Goes on from what is there, which must not be older than what had been saved before."""
-    saved = Path(f"{root}-saved")
-    last = int(saved.read_text()) if saved.exists() else 0
+    last = noted(f"{root}-saved")
     checkpointer = job(root, timeout=30.0)
     state = blanked(small_state())
     restored = checkpointer.restore(state, missing="start")
@@ -295,7 +294,7 @@ def train_until_killed(rank: int, root: str, victim: int, delay: float) -> None:
     for iteration in range(restored.iteration + 10, restored.iteration + 10_000, 10):
         save(checkpointer, iteration)
         if rank == 0:
-            saved.write_text(str(iteration))
+            note(f"{root}-saved", iteration)
 
 
 @pytest.mark.deep

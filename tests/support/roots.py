@@ -64,6 +64,18 @@ def crash_at(target: Any, name: str, *, call: int = 1, before: bool = True) -> I
         yield
 
 
+def note(path: str | Path, iteration: int) -> None:
+    """Writes an iteration down, so that a process may be killed in the middle of it."""
+    with open(path, "a") as file:
+        file.write(f"{iteration}\n")
+
+
+def noted(path: str | Path) -> int:
+    """The last iteration that was written down whole; 0: none."""
+    lines = Path(path).read_text().split("\n")[:-1] if Path(path).exists() else []
+    return int(lines[-1]) if lines else 0
+
+
 def small_state(fill: float = 0.0) -> dict[str, Any]:
     """A state that is saved in a moment."""
     return {"model": {"w": torch.full((32,), fill), "b": torch.full((2, 3), -fill)}}
