@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from ckptlib.local_pieces import Pieces
 from ckptlib.storage import PosixStorage
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import Crash, files_of, note, noted
+from tests.support.workers import marked_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -468,6 +470,7 @@ def test_a_piece_that_fails_in_the_background_is_told_on_every_rank_at_the_next_
 
 def train_until_killed(rank: int, root: str, shm: str, io_mode: Any, victim: int, delay: float) -> None:
     """Goes on from what is there, which must not be older than what every rank had saved before."""
+    os.environ["CKPT_TEST_RUN"] = root  # by which its workers are found
     checkpointer = job(root, shm, io_mode=io_mode, settle_wait=20.0)
     saved = [Path(f"{root}-saved-{each}") for each in range(3)]
     common = min(map(noted, saved))
@@ -496,6 +499,8 @@ def test_p21_ranks_that_are_killed_at_any_moment_lose_nothing_that_all_had_saved
         )
         assert [outcome.text for outcome in outcomes if outcome.error is not None] == []
     assert Path(f"{root}-saved-0").exists()
+    _, alive = psutil.wait_procs(marked_workers("CKPT_TEST_RUN", root), timeout=60)
+    assert not alive  # else they would write to what is tidied up now
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
