@@ -35,7 +35,7 @@ class AsyncOptions:
         copy_threads: threads that copy while training waits; None: the rank's share of the cores, at most 4.
         before_stage: called on every rank before memory is staged, to free what training does not need just then.
         commit_timeout: seconds that rank 0's worker waits for the other ranks' records.
-        nice: added to the priority of the worker process.
+        nice: added to the priority of the worker process, and of its session where the kernel has autogroups.
         io_priority: see `IoPriority`.
         heartbeat: seconds between two signs of life of a rank; more where there are many (`ckptlib.beats`).
     """

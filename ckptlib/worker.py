@@ -287,6 +287,13 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)  # once: what is registered stays for as long as the process lives
 
 
+def _lower_priority(nice: int) -> None:
+    os.nice(nice)
+    # Where the kernel shares the processor between sessions first (autogroups), that counts within this one alone.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
 def main(fd: int, nice: int) -> None:
     """The worker: takes arenas and jobs until the trainer is gone, then finishes what it has."""
     logging.basicConfig(
@@ -296,7 +303,7 @@ def main(fd: int, nice: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     if nice:
-        os.nice(nice)
+        _lower_priority(nice)
     connection = Connection(socket.socket(fileno=fd))
     arenas: dict[int, Arena] = {}
     jobs: queue.Queue[Job | OldArena | None] = queue.Queue()

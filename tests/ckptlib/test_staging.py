@@ -253,6 +253,8 @@ def test_a_worker_runs_at_the_priority_that_was_chosen(root: str, io_priority: A
         shown = subprocess.run(["ionice", "-p", str(process.pid)], capture_output=True, text=True, check=True).stdout
         assert shown.startswith("idle" if io_priority == "idle" else "best-effort: prio 7")
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 7
+        group = Path(f"/proc/{process.pid}/autogroup")
+        assert not group.exists() or group.read_text().endswith(" nice 7\n"), "sessions share the processor first"
 
 
 def test_a_priority_that_cannot_be_set_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
