@@ -26,8 +26,7 @@ from ckptlib.manifest import Begin
 from ckptlib.packing import Content
 from ckptlib.planning import PlanCache
 from ckptlib.saving import Begun, SaveRequest, SaveResult, abort_begun, all_failures, begin_together
-from ckptlib.state import TensorLeaf
-from ckptlib.steady import Unchanged, is_steady, steady_parts, steady_storages
+from ckptlib.steady import Unchanged, divide, steady_parts
 from ckptlib.workshop import Flight
 
 COPIED_AT_ONCE = 64 * 2**20
@@ -291,7 +290,7 @@ def _in_background(
             copying.end()
             overlapped.ended.set()
 
-    threading.Thread(target=work, name="ckptlib-overlap", daemon=True).start()
+    run.background.beside(work)
     return overlapped
 
 
@@ -305,11 +304,7 @@ def _raiser(error: Exception) -> Callable[[], SaveRequest]:
 def _defer(content: Content, background: BackgroundSaves) -> _Deferred | None:
     """Copies what may change before an optimizer steps; None: that is too much, so that all is to be staged at once."""
     parts = steady_parts(content.parts)
-    steady = steady_storages(parts)
-    later: list[TensorLeaf] = []
-    now: list[TensorLeaf] = []
-    for leaf in content.tensors:
-        (later if is_steady(leaf, steady) else now).append(leaf)
+    later, now = divide(content.tensors, parts)
     nbytes = sum(leaf.nbytes for leaf in now)
     if nbytes > COPIED_AT_ONCE:
         largest = max(now, key=lambda leaf: leaf.nbytes)

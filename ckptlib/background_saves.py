@@ -139,6 +139,10 @@ class BackgroundSaves:
         """Waits until the state may change; False: not within `timeout` seconds."""
         return self.copy is None or self.copy.wait(timeout)
 
+    def beside(self, work: Callable[[], None]) -> None:
+        """See `Workshop.beside`."""
+        self._shop.beside(work)
+
     def launch(
         self,
         begun: Begun,

@@ -109,6 +109,7 @@ class Workshop:
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self.pool = Pool(options.max_in_flight, options.staging_budget)
         self._copier: Copier | None = None
+        self._works: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._known: dict[Arena, int] = {}  # arenas that the worker has, and their numbers
         self._arenas = 0
         self._next = 0
@@ -137,6 +138,15 @@ class Workshop:
             threads = self.options.copy_threads
             self._copier = Copier(default_threads() if threads is None else threads)
         self._copier.copy(pairs, alone=alone, ready=ready)
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Has a thread do something, after what it was given before. It is kept: to start one takes its caller longer
+        than the rest of an overlapped save. As a daemon it keeps no process whose ranks are gone from ending.
+        """
+        if self._works is None:
+            self._works = queue.SimpleQueue()
+            threading.Thread(target=_do, args=(self._works,), name="ckptlib-overlap", daemon=True).start()
+        self._works.put(work)
 
     def number_job(self) -> int:
         """A number for the next job."""
@@ -206,6 +216,8 @@ class Workshop:
         self.pool.close()
         if self._copier is not None:
             self._copier.close()
+        if self._works is not None:
+            self._works.put(None)
 
     def _start(self) -> Worker:
         with self._change:
@@ -295,6 +307,11 @@ class Workshop:
             log.exception("no worker process can be started")
             return False
         return True
+
+
+def _do(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
 
 
 _workshops: dict[str, Workshop] = {}
