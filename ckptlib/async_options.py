@@ -26,7 +26,8 @@ class AsyncOptions:
 
     Attributes:
         max_in_flight: saves whose writing has not ended; each has an arena of its own.
-        at_limit: see `AtLimit`.
+        at_limit: see `AtLimit`. While a save waits for another, the trainer sees no signal: where the grace period of a
+            job is shorter than a save may take, ``skip``.
         worker: ``process`` outlives the trainer; ``thread`` is for notebooks and debuggers, and dies with it.
         staging: see `StagingMode`. ``overlapped`` waits for the copy before an optimizer's step and before anything is
             loaded, by itself; what changes at other times is copied at once (`ckptlib.steady`).

@@ -6,9 +6,11 @@
             iteration += 1
             ...                                     # the step
             action = cadence.should_save_now(iteration)
-            if action.save:
+            in_time = not action.exit or checkpointer.drain(grace / 2)      # before a save that would wait for others
+            if action.save and in_time:
                 checkpointer.save(state, iteration=iteration, kind=action.save)
             if action.exit:
+                checkpointer.drain(grace / 2)
                 break
 
 Every rank asks at the end of every step. Ranks agree over the job's store (`coordination`), never by a collective, and

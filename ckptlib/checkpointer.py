@@ -23,9 +23,11 @@ from ckptlib.coordination import Group, PieceGroup, SoloGroup, StoreGroup, agree
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
+    CoordinationError,
     ExclusiveCreateError,
     IntegrityError,
     NoResumePointError,
+    RankTimeoutError,
     SaveLimitError,
     StagingError,
     StateError,
@@ -640,26 +642,46 @@ class Checkpointer:
     def drain(self, timeout: float = 30.0, *, at_deadline: Literal["abort", "leave"] = "abort") -> bool:
         """Waits for saves in flight, for what is left of a grace period, and has listeners hand over what they hold.
 
-        Every rank calls it. At the deadline rank 0 decides `abort` for what is not committed (W4), and each rank for
-        its local pieces: the resume point before stands, and nobody can commit it later. What became of each save is a
-        `save_drained` notice where it was decided.
+        At the deadline rank 0 decides `abort` for what is not committed (W4), and each rank for its local pieces: the
+        resume point before stands, and nobody can commit it later. What became of each save is a `save_drained` notice
+        where it was decided. Collective, unless it leaves.
 
         Args:
             timeout: seconds; a tenth of it, at most 2 s, is kept for the decision.
             at_deadline: ``leave``: a worker process goes on, also after the end of this process.
 
         Returns:
-            Whether this rank has nothing in flight any more, and nothing was aborted.
+            Whether everything is committed: the same on all ranks, except where one does not answer in time. With
+            ``leave``, whether this rank has nothing in flight any more.
         """
         deadline = time.monotonic() + timeout
         until = deadline - min(2.0, timeout / 10)
-        ended = self.wait_staged(timeout) and self._background.drain(max(0.0, until - time.monotonic()))
+        staged = self.wait_staged(timeout)
+        ended = staged and self._background.drain(max(0.0, until - time.monotonic()))
         if not self._closed:
             self.poll()
-        if not ended and at_deadline == "abort":
-            ended = self._abort_in_flight(timeout)
+        if at_deadline == "abort":
+            if not ended:
+                ended = self._abort_in_flight(timeout)
+            ended = staged and self._all_ended(ended, deadline)
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
         return ended
+
+    def _all_ended(self, ended: bool, deadline: float) -> bool:
+        """Whether it has ended on all ranks, as far as they say so within what is left, or a second."""
+        group = self._group
+        if group.world_size == 1:
+            return ended
+        before, group.timeout = group.timeout, max(1.0, deadline - time.monotonic())
+        try:
+            group.next_round()
+            answers = agree(group, "drained", lambda: ended)
+            return lead(group, "all drained", lambda: all(answers or []))
+        except (RankTimeoutError, CoordinationError) as error:
+            emit(self._on_event, Notice("drain_unanswered", str(error)))
+            return False
+        finally:
+            group.timeout = before
 
     def _abort_in_flight(self, timeout: float) -> bool:
         """Decides what is undecided; whether all of it had been committed in time."""
