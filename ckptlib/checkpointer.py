@@ -6,26 +6,24 @@ settled, and only then may `restore` choose a resume point.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import commit, removal, resume, rng, roots, settling
+from ckptlib import removal, resume, rng, roots, settling
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.async_options import AsyncOptions
 from ckptlib.async_save import failed_save, run_async_save
-from ckptlib.background_saves import BackgroundSaves, Target, failure
+from ckptlib.background_saves import BackgroundSaves, Target
 from ckptlib.combinations import FORMAT_OF, check
-from ckptlib.coordination import Group, PieceGroup, SoloGroup, StoreGroup, agree, lead, new_group
+from ckptlib.coordination import Group, SoloGroup, StoreGroup, agree, lead, new_group
 from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
     CoordinationError,
     ExclusiveCreateError,
-    IntegrityError,
     NoResumePointError,
     RankTimeoutError,
     SaveLimitError,
@@ -36,16 +34,18 @@ from ckptlib.errors import (
 from ckptlib.events import CommitEvent, CommitListener, Notice, NoticeHandler, Resolver, emit
 from ckptlib.held import HeldClock, holds
 from ckptlib.layouts.contents import check_topology
+from ckptlib.ledger import Ledger
 from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
-from ckptlib.local import Chosen, LocalOptions, LocalTier
+from ckptlib.local import LocalOptions, LocalTier
 from ckptlib.local_pieces import Pieces
 from ckptlib.local_sets import World
-from ckptlib.manifest import Begin, Decision, Format, IoMode, Kind, SemanticType
-from ckptlib.metrics import MetricsHandler, SaveMetrics, report
+from ckptlib.manifest import Format, IoMode, Kind, SemanticType
+from ckptlib.metrics import MetricsHandler
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
 from ckptlib.requests import Asked, Requests
-from ckptlib.restoring import Restored, RestoreRequest, restore_from
+from ckptlib.restoring import Restored, RestoreRequest
+from ckptlib.resume_point import ResumePoints
 from ckptlib.saving import SaveRequest, SaveResult, plan_together, run_save
 from ckptlib.staging import layout
 from ckptlib.topology import Topology
@@ -133,14 +133,13 @@ class Checkpointer:
         self.run = run
         self.topology = topology
         self._group: Group = new_group(timeout=timeout)
+        self._drains: Group = new_group(timeout=timeout)  # its own: a save may wait for its ranks just then
         if topology is not None and topology.world_size != self._group.world_size:
             raise StateError(
                 f"topology {topology} has {topology.world_size} ranks, torch.distributed has {self._group.world_size}"
             )
         self._storage, self._root = st.resolve(root, storage_options, single_writer=single_writer)
         self._storage_options = storage_options
-        self._non_persistent_url = self._storage.url(st.join(self._root, roots.NON_PERSISTENT)) + "/"
-        self._resolver = resolver
         self._announcer = Announcer(
             self._storage,
             self._root,
@@ -151,7 +150,6 @@ class Checkpointer:
         self._contents = contents
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
         self._on_event = on_event
-        self._on_metrics = on_metrics
         self._held = HeldClock()
         self._timeout = timeout
         self._semantic_type: SemanticType = semantic_type
@@ -161,11 +159,8 @@ class Checkpointer:
         abandon = self._group.abandon if isinstance(self._group, StoreGroup) else None
         self._background = BackgroundSaves(background or AsyncOptions(), target, on_event, abandon)
         self._check_combination(self._semantic_type, self._format, io_mode, self._storage)
-        self._parent: str | None = None
         self._plans = PlanCache()
         self._local_plans = PlanCache()
-        self._failed: list[BackgroundSaveError] = []
-        self._told: set[str] = set()  # save ids of failures that all ranks have raised; some learn of them later
         self._closed = False
         if not (self._storage.capabilities.exclusive_create or single_writer):
             raise ExclusiveCreateError(
@@ -174,7 +169,10 @@ class Checkpointer:
             )
         self._group.next_round()
         settled: list[CommitEvent] = []
-        self._identity, self._attempt = lead(self._group, "open", lambda: self._open(settle_wait, tracker, settled))
+        left: list[str] = []
+        self._identity, self._attempt = lead(
+            self._group, "open", lambda: self._open(settle_wait, tracker, settled, left)
+        )
         self._local = None if local is None else self._open_local(local, settle_wait)
         self._requests = Requests(
             self._storage,
@@ -187,8 +185,22 @@ class Checkpointer:
             data_parallel_random_init,
             self._local,
         )
+        self._ledger = Ledger(self._background, self._requests, self._identity, self._announcer, on_event, on_metrics)
+        self._points = ResumePoints(
+            self._storage,
+            self._root,
+            run,
+            self.attempt,
+            self._group,
+            resolver,
+            self._local,
+            on_event,
+            storage_options,
+        )
         for event in settled:
             self._announcer.tell_of_commit(event)
+        for text in left:
+            emit(on_event, Notice("superseded_not_removed", text))
 
     @property
     def attempt(self) -> int:
@@ -269,25 +281,20 @@ class Checkpointer:
             check_coverage=check_coverage,
         )
         self.wait_staged()
-        self._group.next_round()
-        chosen, refused = lead(self._group, "resume", lambda: self._choose_or_refuse(at))
-        local = self._choose_local(at, None if chosen is None else chosen[0], options)
-        if local.set is None and refused is not None:
-            raise refused
-        if chosen is None and local.set is None:
-            if missing == "error" or at is not None:
-                if at is not None:
-                    raise NoResumePointError(f"{self.root}: no committed checkpoint of iteration {at}{local.beside}")
+        found = self._points.find(at, options, lambda: self._background.drain(self._timeout))
+        if found.choice is None and found.local.set is None:
+            if at is not None:
+                raise NoResumePointError(f"{self.root}: no committed checkpoint of iteration {at}{found.local.beside}")
+            if missing == "error":
                 raise NoResumePointError(
                     f'{self.root}: no checkpoint. Pass missing="start" to begin a new run from its initial state.'
                 )
             self._announce()
-            return Restored(found=False, reason=f"the run has no checkpoint{local.beside}")
-        choice, level = chosen or (resume.ResumeChoice("", 0, None, ""), None)
+            return Restored(found=False, reason=f"the run has no checkpoint{found.local.beside}")
         request = RestoreRequest(
-            choice=choice,
+            choice=found.choice or resume.ResumeChoice("", 0, None, ""),
             contents=contents,
-            options=replace(options, verify=verify or level),
+            options=replace(options, verify=verify or found.verify),
             finetune=finetune,
             args=args,
             allow_changed=allow_changed,
@@ -298,83 +305,9 @@ class Checkpointer:
             on_event=self._on_event,
             storage_options=self._storage_options,
         )
-        if local.set is not None:
-            restored = self._restore_local(local, request, state)
-        else:
-            with self._pinned(choice):
-                restored = restore_from(request, state)
-            restored = replace(restored, reason=f"{restored.reason}{local.beside}")
-            self._parent = choice.save_id
+        restored, self._ledger.parent = self._points.restore(found, request, state)
         self._announce()
         return restored
-
-    def _pinned(self, choice: resume.ResumeChoice) -> contextlib.AbstractContextManager[None]:
-        """Keeps a non-persistent checkpoint from being removed while it is read: a save in flight may supersede it."""
-        if self._group.rank != 0 or choice.save_id is None or not choice.url.startswith(self._non_persistent_url):
-            return contextlib.nullcontext()
-        return removal.pinned(self._storage, self._root, self.attempt, choice.save_id)
-
-    def _choose_local(self, at: int | None, otherwise: resume.ResumeChoice | None, options: LoadOptions) -> Chosen:
-        """The local checkpoints that are newer than what the run would resume from otherwise. Collective."""
-        if self._local is None:
-            return Chosen(None)
-        self._background.drain(self._timeout)  # what is in flight may be the newest, and may remove older pieces
-        order = None if otherwise is None else roots.order_of(otherwise.save_id, otherwise.iteration)
-        chosen = self._local.choose(self._group, at, order, parts_only=options.by_tensor)
-        if chosen.set is None and chosen.reason and self._group.rank == 0:
-            emit(self._on_event, Notice("local_checkpoints_unused", chosen.reason))
-        return chosen
-
-    def _restore_local(self, chosen: Chosen, request: RestoreRequest, state: dict[str, Any]) -> Restored:
-        """Each rank from its own piece: to itself a world of one, and what one rank refuses changes nothing on any."""
-        assert self._local is not None  # else there is no choice
-        assert chosen.set is not None
-        options = replace(request.options, verify=None, load_parallelism=None, process_group=None)
-        piece = replace(
-            request,
-            choice=self._local.choice(chosen.set, chosen.reason),
-            options=options,
-            group=PieceGroup(self._group),
-            plans=PlanCache(),
-            topology=None,
-            storage_options=None,
-        )
-        try:
-            restored = restore_from(piece, state)
-        except IntegrityError as error:
-            self._local.pieces.suspect(chosen.set, str(error))
-            raise
-        self._parent = self._local.pieces.parent_of(chosen.set)
-        return restored
-
-    def _choose_or_refuse(
-        self, at: int | None
-    ) -> tuple[tuple[resume.ResumeChoice, str | None] | None, NoResumePointError | None]:
-        """As `_choose`; where there may be local checkpoints, its refusal is not the last word."""
-        try:
-            return self._choose(at), None
-        except NoResumePointError as error:
-            if self._local is None:
-                raise
-            return None, error
-
-    def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
-        """The resume point, and the verification it still needs before it may be trusted."""
-        if self._resolver is None:
-            choice = resume.newest_committed(self._storage, self._root, at, self._on_event)
-            return None if choice is None else (choice, None)
-        try:
-            choice = self._resolver.resolve(run=self.run, root_url=self.root, at=at)
-        except NoResumePointError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a catalog raises
-            # S4: a dead catalog must not keep a job from resuming; what it would have told is checked here instead.
-            emit(self._on_event, Notice("resolver_failed", f"{type(error).__name__}: {error}; asking storage"))
-            choice = None
-        if choice is not None:
-            return choice, None
-        verified = resume.newest_verifying(self._storage, self._root, at, self._on_event, self._storage_options)
-        return None if verified is None else (verified, None)
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -439,7 +372,7 @@ class Checkpointer:
             meaning, format_ = "LOCAL", "torch"
         self._check_combination(meaning, format_, mode, self._storage if local is None else local.pieces.storage)
         self.wait_staged()
-        self._raise_refusal()
+        self._ledger.raise_refusal()
         chosen = self._contents if contents is None else contents
         request = self._requests.maker(
             Asked(
@@ -470,25 +403,13 @@ class Checkpointer:
                     raise CheckpointExistsError(f"{self.root}: iteration {iteration} is still being written (W9)")
                 if not self._background.drain(self._timeout):  # it is known only then what there is to replace
                     raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
-            return request(self._parent, self._failed)
+            return request(self._ledger.parent, self._ledger.failed)
 
         try:
             return self._save(prepare, mode, iteration, kind, local)
         except BackgroundSaveError as error:
-            self._has_told(error)
+            self._ledger.has_told(error)
             raise
-
-    def _raise_refusal(self) -> None:
-        """Tells what kept an earlier save from being begun, after its call had returned: known on all ranks."""
-        if self._background.refused:
-            error = self._background.refused.pop(0)
-            if isinstance(error, BackgroundSaveError):
-                self._has_told(error)
-            raise error
-
-    def _has_told(self, error: BackgroundSaveError) -> None:
-        self._told |= error.save_ids
-        self._failed = [failed for failed in self._failed if not failed.save_ids & error.save_ids]
 
     def _save(
         self, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int, kind: Kind, local: LocalTier | None
@@ -497,18 +418,15 @@ class Checkpointer:
             return self._save_local(local, prepare, mode, iteration)
         if mode == "async":
             pending = run_async_save(
-                self._group, prepare, self._plans, self._background, self._timeout, self._has_begun
+                self._group, prepare, self._plans, self._background, self._timeout, self._ledger.has_begun
             )
             if pending is None:
                 return self._skipped(self._storage.url(self._requests.path(iteration, kind)), iteration)
             return self._held.result(pending)
         result, decision, begin = run_save(self._group, prepare, self._plans)
-        self._after_commit(begin, decision, commit_seconds=result.phases["commit"], stall=result.seconds)
-        self._parent = begin.save_id
+        self._ledger.committed(begin, decision, commit_seconds=result.phases["commit"], stall=result.seconds)
+        self._ledger.has_begun(begin)
         return result
-
-    def _has_begun(self, begin: Begin) -> None:
-        self._parent = begin.save_id
 
     def _save_local(
         self, local: LocalTier, prepare: Callable[[], SaveRequest], mode: IoMode, iteration: int
@@ -533,8 +451,7 @@ class Checkpointer:
             pending = run_async_save(SoloGroup(), lambda: mine, self._local_plans, self._background, self._timeout)
         except (OSError, StagingError) as error:  # the others go on
             lost = failed_save(mine, error)
-            self._failed.append(lost.error)
-            emit(self._on_event, Notice("save_failed", str(lost.error), {"iteration": iteration}))
+            self._ledger.lost(lost.error)
             return lost
         assert pending is not None  # there was room
         return pending
@@ -589,45 +506,13 @@ class Checkpointer:
                 io_mode="async",
             )
         )
-        begun = plan_together(self._group, lambda: request(self._parent, ()), self._plans)
+        begun = plan_together(self._group, lambda: request(self._ledger.parent, ()), self._plans)
         self._background.prepare(layout(begun.pack(self._group.rank).tensors)[1])
-
-    def _after_commit(
-        self,
-        begin: Begin,
-        decision: Decision,
-        *,
-        by_worker: bool = False,
-        commit_seconds: float | None = None,
-        stall: float | None = None,
-    ) -> None:
-        if self._group.rank == 0:
-            path = self._requests.path(begin.iteration, begin.kind)
-            event = self._announcer.committed(self._identity, self._attempt, path, begin, decision, by_worker=by_worker)
-            if event is not None:
-                report(self._on_metrics, SaveMetrics.of(event, commit=commit_seconds, stall=stall))
-            if not by_worker:
-                self._tell_of_left(removal.supersede(self._storage, self._root, begin))
-
-    def _tell_of_left(self, left: Sequence[str]) -> None:
-        for text in left:
-            emit(self._on_event, Notice("superseded_not_removed", text))
 
     def poll(self) -> None:
         """Looks after saves that have ended in the background: tells listeners. Reads local state only."""
         self._check_open()
-        for begin, outcome in self._background.take_ended():
-            if outcome.error is not None:
-                error = failure(begin, outcome)
-                if begin.save_id not in self._told:
-                    self._failed.append(error)
-                if self._parent == begin.save_id:
-                    self._parent = begin.parent
-                emit(self._on_event, Notice("save_failed", str(error), {"iteration": begin.iteration}))
-            elif outcome.decision is not None and begin.kind != "non_persistent_local":
-                seconds = outcome.commit_seconds
-                self._after_commit(begin, outcome.decision, by_worker=True, commit_seconds=seconds)
-                self._tell_of_left(outcome.left)
+        self._ledger.settle_ended()
 
     @holds
     def wait_staged(self, timeout: float | None = None) -> bool:
@@ -662,17 +547,17 @@ class Checkpointer:
             self.poll()
         if at_deadline == "abort":
             if not ended:
-                ended = self._abort_in_flight(timeout)
-            ended = staged and self._all_ended(ended, deadline)
+                ended = self._ledger.abort_in_flight(timeout)
+            ended = self._all_ended(ended, deadline)
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
         return ended
 
     def _all_ended(self, ended: bool, deadline: float) -> bool:
         """Whether it has ended on all ranks, as far as they say so within what is left, or a second."""
-        group = self._group
+        group = self._drains
         if group.world_size == 1:
             return ended
-        before, group.timeout = group.timeout, max(1.0, deadline - time.monotonic())
+        group.timeout = max(1.0, deadline - time.monotonic())
         try:
             group.next_round()
             answers = agree(group, "drained", lambda: ended)
@@ -680,32 +565,6 @@ class Checkpointer:
         except (RankTimeoutError, CoordinationError) as error:
             emit(self._on_event, Notice("drain_unanswered", str(error)))
             return False
-        finally:
-            group.timeout = before
-
-    def _abort_in_flight(self, timeout: float) -> bool:
-        """Decides what is undecided; whether all of it had been committed in time."""
-        begins = self._background.in_flight()
-        if self._background.unstaged is not None:
-            begins.append(self._background.unstaged)
-        of_others = [begin for begin in begins if begin.piece is None and self._group.rank != 0]
-        outcomes = []
-        for begin in begins:
-            if begin in of_others:
-                continue
-            storage, path = self._requests.place(begin.iteration, begin.kind)
-            reason = f"the job ended, and after {timeout:g} s the save was not complete"
-            self._told.add(begin.save_id)
-            try:
-                decision = commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="drain")
-            except OSError as error:
-                outcomes.append("undecided")
-                text = f"iteration {begin.iteration}: undecided, the next attempt settles it: {error}"
-            else:
-                outcomes.append(decision.outcome)
-                text = f"iteration {begin.iteration}: {decision.outcome}, decided by {decision.decided_by}"
-            emit(self._on_event, Notice("save_drained", text, {"iteration": begin.iteration, "outcome": outcomes[-1]}))
-        return not of_others and all(outcome == "commit" for outcome in outcomes)
 
     @holds
     def close(self, timeout: float = 30.0) -> None:
@@ -726,9 +585,9 @@ class Checkpointer:
         self.poll()
         self._closed = True
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
-        self._raise_refusal()
-        if self._failed:
-            raise self._failed.pop(0)
+        self._ledger.raise_refusal()
+        if self._ledger.failed:
+            raise self._ledger.failed.pop(0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -739,7 +598,7 @@ class Checkpointer:
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _open(
-        self, settle_wait: float, tracker: TrackerMode, committed: list[CommitEvent]
+        self, settle_wait: float, tracker: TrackerMode, committed: list[CommitEvent], left: list[str]
     ) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
         identity = roots.open_root(self._storage, self._root, self.run)
         attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, tracker)
@@ -757,7 +616,7 @@ class Checkpointer:
                     committed.append(event)
         if tracker == "committed":
             roots.write_tracker(self._storage, self._root)
-        self._tell_of_left(removal.supersede_by_newest(self._storage, self._root))
+        left += removal.supersede_by_newest(self._storage, self._root)
         return identity, attempt
 
     def _open_local(self, options: LocalOptions, settle_wait: float) -> LocalTier:
@@ -767,7 +626,7 @@ class Checkpointer:
         return LocalTier(options, world, pieces, self.attempt, lambda: roots.newest_attempt(self._storage, self._root))
 
     def _announce(self) -> None:
-        self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._parent)
+        self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._ledger.parent)
 
     def _check_combination(
         self, semantic_type: SemanticType, format: Format, io_mode: IoMode, storage: st.Storage

@@ -172,7 +172,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, batches: Batches, c
     inputs, targets = batches.at(consumed, rank=place.dp_rank, ranks=place.topology.dp)
     optimizer.zero_grad()
     loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     mean = average_gradients(model, loss, place)
     optimizer.step()
     return mean

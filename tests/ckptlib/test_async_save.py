@@ -544,11 +544,11 @@ def two_ranks(rank: int, root: str) -> list[str]:
                 ):  # fmt: skip
                     job.save(tree, iteration=iteration)
                     if rank == 1 or iteration != 2:
-                        assert job.drain(60)
+                        assert job.drain(60, at_deadline="leave")
                 seen.append("saved")
             except BackgroundSaveError as error:
                 seen.append(f"failed: {error.iteration} {'disk of rank 1' in str(error)}")
-                assert job.drain(60)
+                assert job.drain(60, at_deadline="leave")
     return seen
 
 

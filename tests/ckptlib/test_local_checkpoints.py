@@ -160,7 +160,7 @@ def resume(rank: int, root: str, shm: str, world: int, at: int | None = None) ->
         "rerun": restored.rerun_state,
         "notices": [notice.name for notice in notices],
         "next": streams(),
-        "parent": checkpointer._parent,
+        "parent": checkpointer._ledger.parent,
     }
 
 

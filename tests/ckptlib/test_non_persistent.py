@@ -229,7 +229,7 @@ def test_a_restore_pins_the_non_persistent_checkpoint_that_it_reads_and_no_other
         seen.append(os.listdir(f"{root}/.ckpt/readers") if os.path.isdir(f"{root}/.ckpt/readers") else [])
         return original(*args)
 
-    with mock.patch.object(ckptlib.checkpointer, "restore_from", restore_from):
+    with mock.patch.object(ckptlib.resume_point, "restore_from", restore_from):
         for at in (5, None):
             checkpointer.restore(blanked(small_state()), at=at)
     assert [len(names) for names in seen] == [0, 1]
