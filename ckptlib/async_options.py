@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptlib.beats import HEARTBEAT
@@ -47,7 +47,7 @@ class AsyncOptions:
     staging: StagingMode = "eager"
     staging_budget: int | None = None
     copy_threads: int | None = None
-    before_stage: Callable[[], None] | None = None
+    before_stage: Callable[[], None] | None = field(default=None, compare=False)
     commit_timeout: float = 1800.0
     nice: int = 0
     io_priority: IoPriority = "normal"

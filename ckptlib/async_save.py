@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
 from ckptlib import overlap
 from ckptlib.background_saves import BackgroundSaves, failure
 from ckptlib.coordination import Group, agree, lead
-from ckptlib.errors import BackgroundSaveError, SaveLimitError
+from ckptlib.errors import BackgroundSaveError, SaveAbortedError, SaveLimitError
 from ckptlib.events import Notice
 from ckptlib.manifest import Begin
 from ckptlib.packing import Content
@@ -28,6 +29,8 @@ from ckptlib.planning import PlanCache
 from ckptlib.saving import Begun, SaveRequest, SaveResult, abort_begun, all_failures, begin_together
 from ckptlib.steady import Unchanged, divide, steady_parts
 from ckptlib.workshop import Flight
+
+T = TypeVar("T")
 
 COPIED_AT_ONCE = 64 * 2**20
 """Bytes of tensors that are copied twice to make an overlapped copy of the others possible. A state with more of them
@@ -131,7 +134,10 @@ def run_async_save(
     def prepare_with_room() -> SaveRequest:
         """Inside the first exchange, so that all ranks learn at once when one has no room."""
         if background.options.at_limit == "wait" and not background.wait_for_room(timeout):
-            raise SaveLimitError(f"no earlier save ended within {timeout:g} s")
+            raise SaveLimitError(
+                f"no earlier save ended within {timeout:g} s (timeout): the storage is slower than saves come. Save "
+                "less often, or choose at_limit='skip'."
+            )
         run.mark("wait")
         request = prepare()
         if background.options.before_stage is not None:
@@ -144,12 +150,17 @@ def run_async_save(
 
 
 class _Run:
-    """One save on its way to the worker."""
+    """One save on its way to the worker.
+
+    Attributes:
+        copying: the copy that others wait for, if it is made beside training.
+    """
 
     def __init__(
         self, group: Group, plans: PlanCache, background: BackgroundSaves, begun: Callable[[Begin], None]
     ) -> None:
         self.background = background
+        self.copying: overlap.Copy | None = None
         self._group = group
         self._plans = plans
         self._begun = begun
@@ -172,9 +183,24 @@ class _Run:
         """Since the beginning."""
         return time.perf_counter() - self._started
 
-    def stage(self, prepare: Callable[[], SaveRequest], overlapped: _Deferred | None = None) -> _Pending:
-        """Begins the save, stages it, and hands it over."""
-        begun = begin_together(self._group, prepare, self._plans)
+    def stage(
+        self,
+        prepare: Callable[[], SaveRequest],
+        overlapped: _Deferred | None = None,
+        *,
+        refuses_later: bool = False,
+    ) -> _Pending:
+        """Begins the save, stages it, and hands it over.
+
+        Args:
+            refuses_later: other ranks raise at their next call what keeps this save from being begun: so does this one.
+        """
+        try:
+            begun = begin_together(self._group, lambda: self._unless_cancelled(prepare), self._plans)
+        except Exception as error:
+            if refuses_later:
+                self.background.refused.append(error)
+            raise
         self._begun(begun.begin)
         self.mark("plan")
         self.background.unstaged = begun.begin
@@ -194,25 +220,33 @@ class _Run:
             flight=flight,
         )
 
+    def _unless_cancelled(self, prepare: Callable[[], T]) -> T:
+        if self.copying is not None and self.copying.cancelled:
+            raise SaveAbortedError("the job ended before the save could be staged")
+        return prepare()
+
     def _launch(self, begun: Begun, overlapped: _Deferred | None) -> Flight:
         if begun.failed is not None:
             self.background.refused.append(begun.failed)
         try:
             if overlapped is None:
                 return self.background.launch(begun, self._group.rank, held=lambda: self.seconds)
-            return self.background.launch(
-                begun,
-                self._group.rank,
-                alone=True,
-                ready=overlapped.ready,
-                check=overlapped.unchanged.check,
-                held=lambda: overlapped.held,
+            return self._unless_cancelled(
+                lambda: self.background.launch(
+                    begun,
+                    self._group.rank,
+                    alone=True,
+                    ready=overlapped.ready,
+                    check=overlapped.unchanged.check,
+                    held=lambda: overlapped.held,
+                )
             )
         except BaseException as error:
             abort_begun(begun, self._group.rank, error)
             if overlapped is None:
                 raise
-            self.background.failed_to_stage(begun.begin, error)
+            if self.copying is None or not self.copying.cancelled:  # else `drain` has told of it
+                self.background.failed_to_stage(begun.begin, error)
             raise _NotStagedError from error
 
 
@@ -249,7 +283,7 @@ def _overlapped(run: _Run, prepare: Callable[[], SaveRequest]) -> SaveResult:
             _in_background(run, _raiser(error), None)
         raise
     if deferred is None:
-        return run.stage(lambda: request)
+        return run.stage(lambda: request, refuses_later=run.shares_failures)
     piece = None if request.begin.piece is None else request.begin
     deferred = replace(deferred, held=run.seconds)
     overlapped = _in_background(run, lambda: request, deferred, piece)
@@ -272,7 +306,7 @@ def _in_background(
     Args:
         piece: of a set whose pieces the ranks save each by itself.
     """
-    copying = run.background.copy = overlap.Copy()
+    copying = run.copying = run.background.begin_copy()
     overlapped = _Overlapped()
 
     def work() -> None:
@@ -282,6 +316,8 @@ def _in_background(
             overlapped.error = error.__cause__
         except Exception as error:  # noqa: BLE001 - raised by the next call, on this rank as on the others
             overlapped.error = error
+            if copying.cancelled:  # `drain` has told of it
+                return
             if piece is not None:  # begun on each rank by itself: the others know nothing of it
                 run.background.failed_to_stage(piece, error)
             elif error not in run.background.refused:
@@ -319,7 +355,7 @@ def _defer(content: Content, background: BackgroundSaves) -> _Deferred | None:
         leaf.tensor = leaf.tensor.clone()
     content.keep_values()
     ready = []
-    for device in {leaf.tensor.device for leaf in later if leaf.tensor.is_cuda}:
+    for device in {leaf.tensor.device for leaf in (*later, *now) if leaf.tensor.is_cuda}:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         ready.append(event)

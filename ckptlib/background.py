@@ -126,24 +126,26 @@ def run_job(
         written: called when the arena is not needed any more.
         pulse: of `take_in_hand`, if that was called.
     """
-    storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
     begin = job.begin
-    pulse = pulse or take_in_hand(job)
     try:
-        try:
-            files = 0
-            if not (job.again and _is_recorded(storage, path, job)):
-                removal.remove_all(storage, job.removes)
-                files = _write(storage, path, job, arena, pulse, supply)
-        finally:
-            written()
-            pulse.stop()
-        recorded = time.perf_counter()
-        decision = _commit(storage, path, job) if job.rank == 0 else None
+        return _run(job, arena, written, pulse or take_in_hand(job), supply)
     except Exception as error:
         log.exception("save %s of iteration %d failed on rank %d", begin.save_id, begin.iteration, job.rank)
-        reason = f"{type(error).__name__}: {error}"
-        return give_up(job, reason)
+        return give_up(job, f"{type(error).__name__}: {error}")
+
+
+def _run(job: Job, arena: Arena | None, written: Callable[[], None], pulse: Pulse, supply: Supply | None) -> Outcome:
+    try:
+        storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
+        files = 0
+        if not (job.again and _is_recorded(storage, path, job)):
+            removal.remove_all(storage, job.removes)
+            files = _write(storage, path, job, arena, pulse, supply)
+    finally:
+        written()
+        pulse.stop()
+    recorded = time.perf_counter()
+    decision = _commit(storage, path, job) if job.rank == 0 else None
     if decision is not None and decision.outcome == "abort":
         return Outcome(job.number, decision, f"aborted by {decision.decided_by}: {decision.reason}")
     left: list[str] = []
@@ -151,7 +153,7 @@ def run_job(
     if decision is not None:
         seconds = time.perf_counter() - recorded
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
-        left = removal.supersede(root_storage, root, begin)
+        left = removal.supersede(root_storage, root, job.begin)
     return Outcome(job.number, decision, files=files, left=tuple(left), commit_seconds=seconds)
 
 
@@ -213,18 +215,23 @@ def _commit(storage: st.Storage, path: str, job: Job) -> Decision:
             reason = f"no record of rank {late} within {job.commit_timeout:g} s"
             return commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
         standing = commit.read_decision(storage, path, begin.save_id)
-        if standing is not None:  # a newer attempt, or an adopter, was faster
-            return standing
+        if standing is not None:  # a newer attempt, an adopter, or the worker before this one was faster
+            return _followed_up(storage, path, job, standing)
         time.sleep(pause)
         pause = min(pause * 1.5, MAX_PAUSE)
     decision = commit.try_commit(storage, path, begin, decided_by="worker")
     if decision is None:
         reason = "records of ranks are damaged, or belong to another plan"
         return commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
+    return _followed_up(storage, path, job, decision)
+
+
+def _followed_up(storage: st.Storage, path: str, job: Job, decision: Decision) -> Decision:
+    """The decision, when what follows a commit has been done (W5, W6); again: changes nothing."""
     if decision.outcome == "commit":
-        exports.conclude(storage, path, begin)
+        exports.conclude(storage, path, job.begin)
         root_storage, root = st.resolve(job.root, job.storage_options, single_writer=job.single_writer)
-        Announcer(root_storage, root, (), moves_tracker=job.moves_tracker).move_tracker(begin)
+        Announcer(root_storage, root, (), moves_tracker=job.moves_tracker).move_tracker(job.begin)
     return decision
 
 
@@ -240,8 +247,7 @@ def give_up(job: Job, reason: str) -> Outcome:
         storage, path = st.resolve(job.url, job.storage_options, single_writer=job.single_writer)
         if job.rank == 0:
             decision = commit.decide_abort(storage, path, begin.save_id, reason=reason, decided_by="worker")
-            if decision.outcome == "commit":  # it ended between the decision and its message
-                exports.conclude(storage, path, begin)
+            _followed_up(storage, path, job, decision)  # a commit: it ended between the decision and its message
         elif job.rank not in commit.progress(storage, path, begin).missing:
             return Outcome(job.number)
         else:

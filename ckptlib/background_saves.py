@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,7 @@ class BackgroundSaves:
 
     Args:
         abandon: ends what a save waits for from other ranks.
+        clock: entered while training waits for a copy.
 
     Attributes:
         copy: the copy of the last save, where it is made beside training; the next save waits for it.
@@ -64,6 +66,7 @@ class BackgroundSaves:
         target: Target,
         on_event: NoticeHandler | None = None,
         abandon: Callable[[], None] | None = None,
+        clock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.options = options
         self.copy: Copy | None = None
@@ -72,10 +75,12 @@ class BackgroundSaves:
         self._target = target
         self._on_event = on_event
         self._abandon = abandon
+        self._clock = clock
         self._shop = workshop_for(target.root, options, self)
-        for other in self._shop.users:
+        for other in list(self._shop.users):
             if other is not self and isinstance(other, BackgroundSaves):
                 other.abandon()
+                self._shop.users.discard(other)  # what it had is this one's to close
         self._newest: dict[str, int] = {}  # kind -> the latest iteration that was handed over
         self._flights: list[Flight] = []
         self._unstaged: list[tuple[Begin, Outcome]] = []
@@ -134,6 +139,26 @@ class BackgroundSaves:
     def failed_to_stage(self, begin: Begin, error: BaseException) -> None:
         """A save had begun, and could not be staged after its call had returned: it has ended."""
         self._unstaged.append((begin, Outcome(0, error=f"{type(error).__name__}: {error}")))
+
+    def begin_copy(self) -> Copy:
+        """A copy is made from now on."""
+        self.copy = Copy(self._clock)
+        return self.copy
+
+    def cancel_copy(self) -> bool:
+        """Nobody wants the copy that is being made: its save is not begun, or aborted. Whether there is one."""
+        if self.copy is None or self.copy.wait(0):
+            return False
+        self.copy.cancelled = True
+        return True
+
+    def not_ended(self) -> list[Begin]:
+        """The saves that have begun and not ended, staged or not."""
+        unstaged = self.unstaged  # read first: a save that is handed over meanwhile is seen twice, and not missed
+        begins = {begin.save_id: begin for begin in self.in_flight()}
+        if unstaged is not None:
+            begins.setdefault(unstaged.save_id, unstaged)
+        return list(begins.values())
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Waits until the state may change; False: not within `timeout` seconds."""
@@ -224,8 +249,9 @@ class BackgroundSaves:
         alone: bool,
         ready: Sequence[torch.cuda.Event],
     ) -> None:
-        if any(leaf.tensor.is_cuda for leaf in tensors):
-            arena.pin()
+        device = next((leaf.tensor.device for leaf in tensors if leaf.tensor.is_cuda), None)
+        if device is not None:
+            arena.pin(device)
         pairs = [(arena.view(to), leaf.tensor.reshape(to.shape)) for leaf, to in zip(tensors, places, strict=True)]
         self._shop.copy(pairs, alone=alone, ready=ready)
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 TrackerMode = Literal["committed", "verified"]
 
+_NO_ROOM = "no earlier save ended within {:g} s (timeout): the storage is slower than saves come. Save less often."
+
 
 class Checkpointer:
     """Saves and restores one run.
@@ -157,7 +159,7 @@ class Checkpointer:
         self._io_mode: IoMode = io_mode
         target = Target(self.root, storage_options, single_writer, tracker == "committed")
         abandon = self._group.abandon if isinstance(self._group, StoreGroup) else None
-        self._background = BackgroundSaves(background or AsyncOptions(), target, on_event, abandon)
+        self._background = BackgroundSaves(background or AsyncOptions(), target, on_event, abandon, self._held)
         self._check_combination(self._semantic_type, self._format, io_mode, self._storage)
         self._plans = PlanCache()
         self._local_plans = PlanCache()
@@ -394,15 +396,15 @@ class Checkpointer:
         def prepare() -> SaveRequest:
             wait = local is not None and self._background.options.at_limit == "wait"
             if wait and not self._background.wait_for_room(self._timeout):
-                raise SaveLimitError(f"no earlier save ended within {self._timeout:g} s")
+                raise SaveLimitError(_NO_ROOM.format(self._timeout))
             if mode == "sync" and not self._background.drain(self._timeout):
-                raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
+                raise SaveLimitError(_NO_ROOM.format(self._timeout))
             self.poll()
             if self._background.writes(iteration, kind):
                 if on_exists != "replace":
                     raise CheckpointExistsError(f"{self.root}: iteration {iteration} is still being written (W9)")
                 if not self._background.drain(self._timeout):  # it is known only then what there is to replace
-                    raise SaveLimitError(f"an earlier save is still being written after {self._timeout:g} s")
+                    raise SaveLimitError(_NO_ROOM.format(self._timeout))
             return request(self._ledger.parent, self._ledger.failed)
 
         try:
@@ -454,7 +456,7 @@ class Checkpointer:
             self._ledger.lost(lost.error)
             return lost
         assert pending is not None  # there was room
-        return pending
+        return self._held.result(pending)
 
     def _skipped(self, url: str, iteration: int) -> SaveResult:
         self.poll()
@@ -487,10 +489,10 @@ class Checkpointer:
             CkptError: as `save`.
         """
         self._check_open()
+        self.wait_staged()
         if isinstance(state, int):
             self._background.prepare(state + state // 16 + 2**20)  # alignment
             return
-        self.wait_staged()
         request = self._requests.maker(
             Asked(
                 state=state,
@@ -510,7 +512,10 @@ class Checkpointer:
         self._background.prepare(layout(begun.pack(self._group.rank).tensors)[1])
 
     def poll(self) -> None:
-        """Looks after saves that have ended in the background: tells listeners. Reads local state only."""
+        """Looks after saves that have ended in the background: tells listeners.
+
+        Waits for nobody. Rank 0 reads back the records of what was committed, to tell of it.
+        """
         self._check_open()
         self._ledger.settle_ended()
 
@@ -536,8 +541,8 @@ class Checkpointer:
             at_deadline: ``leave``: a worker process goes on, also after the end of this process.
 
         Returns:
-            Whether everything is committed: the same on all ranks, except where one does not answer in time. With
-            ``leave``, whether this rank has nothing in flight any more.
+            Whether everything is committed, and nothing has failed: the same on all ranks, except where one does not
+            answer in time. With ``leave``, whether this rank has nothing in flight any more.
         """
         deadline = time.monotonic() + timeout
         until = deadline - min(2.0, timeout / 10)
@@ -547,8 +552,8 @@ class Checkpointer:
             self.poll()
         if at_deadline == "abort":
             if not ended:
-                ended = self._ledger.abort_in_flight(timeout)
-            ended = self._all_ended(ended, deadline)
+                ended = self._ledger.abort_in_flight(timeout) and staged
+            ended = self._all_ended(ended and self._ledger.is_clean, deadline)
         self._announcer.drain(max(0.0, deadline - time.monotonic()))
         return ended
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -38,6 +39,7 @@ class Copier:
     def __init__(self, threads: int) -> None:
         self._helpers = ThreadPoolExecutor(threads - 1, "ckptlib-staging") if threads > 1 else None
         self._threads = threads
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, pairs: Sequence[Pair], *, alone: bool = False, ready: Sequence[torch.cuda.Event] = ()) -> None:
         """Copies each source to its target.
@@ -49,10 +51,12 @@ class Copier:
         with torch.no_grad():
             on_device = [pair for pair in pairs if pair[1].is_cuda]
             pieces = [piece for pair in pairs if not pair[1].is_cuda for piece in _cut(pair)]
-            devices = _queue_on_devices(on_device, ready)
-            self._share_out(pieces, 1 if alone else self._threads)
-            for device in devices:
-                device.synchronize()
+            try:
+                self._queue(on_device, ready)
+                self._share_out(pieces, 1 if alone else self._threads)
+            finally:  # nothing writes to a target any more when this returns, however it does
+                for device in {source.device for _, source in on_device} & set(self._streams):
+                    self._streams[device].synchronize()
 
     def close(self) -> None:
         """Ends the threads."""
@@ -61,19 +65,43 @@ class Copier:
 
     def _share_out(self, pieces: Sequence[Pair], threads: int) -> None:
         number = itertools.count()
+        stopped = threading.Event()
 
         def work() -> None:
             with torch.no_grad():  # a setting of each thread
-                while (i := next(number)) < len(pieces):
+                while not stopped.is_set() and (i := next(number)) < len(pieces):
                     target, source = pieces[i]
                     target.copy_(source)
 
         others = []
         if self._helpers is not None:
             others = [self._helpers.submit(work) for _ in range(min(threads, len(pieces)) - 1)]
-        work()
+        try:
+            work()
+        finally:
+            stopped.set()  # there is nothing left, or nothing to be gained
+            wait(others)
         for other in others:
             other.result()
+
+    def _queue(self, pairs: Sequence[Pair], ready: Sequence[torch.cuda.Event]) -> None:
+        """Starts the copies from GPUs."""
+        begun = set()
+        for target, source in pairs:
+            if source.device not in self._streams:
+                self._streams[source.device] = torch.cuda.Stream(source.device)
+            stream = self._streams[source.device]
+            if source.device not in begun:
+                begun.add(source.device)
+                if not ready:
+                    stream.wait_stream(torch.cuda.current_stream(source.device))
+                for event in ready:
+                    stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                if source.is_contiguous():
+                    target.copy_(source, non_blocking=True)
+                else:
+                    _gather(target, source, stream)
 
 
 def _cut(pair: Pair) -> list[Pair]:
@@ -85,29 +113,15 @@ def _cut(pair: Pair) -> list[Pair]:
     return list(zip(target.reshape(-1).split(count), source.reshape(-1).split(count), strict=True))
 
 
-def _queue_on_devices(pairs: Sequence[Pair], ready: Sequence[torch.cuda.Event]) -> list[torch.cuda.Stream]:
-    """Starts the copies from GPUs, one stream for each; returns the streams to wait for."""
-    streams: dict[torch.device, torch.cuda.Stream] = {}
-    for target, source in pairs:
-        if source.device not in streams:
-            stream = streams[source.device] = torch.cuda.Stream(source.device)
-            if not ready:
-                stream.wait_stream(torch.cuda.current_stream(source.device))
-            for event in ready:
-                stream.wait_event(event)
-        stream = streams[source.device]
-        with torch.cuda.stream(stream):
-            if source.is_contiguous():
-                target.copy_(source, non_blocking=True)
-            else:
-                _gather(target, source, stream)
-    return [*streams.values()]
-
-
 def _gather(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Some rows at a time: the device makes a contiguous copy of them first."""
-    rows = max(1, DEVICE_BYTES * len(source) // max(1, target.nbytes)) if source.dim() else 1
-    parts = zip(target.split(rows), source.split(rows), strict=True) if source.dim() else [(target, source)]
-    for part, of in parts:
-        part.copy_(of, non_blocking=True)
-        stream.synchronize()  # what was taken for this part can be taken for the next
+    """A part at a time: the device makes a contiguous copy of it first."""
+    if target.nbytes > DEVICE_BYTES:
+        axis = next(
+            axis for axis in range(source.dim()) if source.size(axis) > 1
+        )  # so that the target stays contiguous
+        half = -(-source.size(axis) // 2)
+        for part, of in zip(target.split(half, axis), source.split(half, axis), strict=True):
+            _gather(part, of, stream)
+        return
+    target.copy_(source, non_blocking=True)
+    stream.synchronize()  # what was taken for this part can be taken for the next

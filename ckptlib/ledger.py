@@ -43,6 +43,11 @@ class Ledger:
         self._on_metrics = on_metrics
         self._leads = requests.group.rank == 0
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing has failed of which no call has told."""
+        return not self.failed and not self._background.refused
+
     def has_begun(self, begin: Begin) -> None:
         """A save has begun."""
         self.parent = begin.save_id
@@ -112,9 +117,13 @@ class Ledger:
 
     def abort_in_flight(self, timeout: float) -> bool:
         """Decides what is undecided after `timeout` seconds (W4); whether all of it had been committed in time."""
-        begins = self._background.in_flight()
-        if self._background.unstaged is not None:
-            begins.append(self._background.unstaged)
+        cancelled = self._background.cancel_copy()
+        begins = self._background.not_ended()
+        if cancelled and not begins:
+            emit(
+                self._on_event, Notice("save_drained", "a save had not begun: it never will", {"outcome": "not begun"})
+            )
+            return False
         of_others = [begin for begin in begins if begin.piece is None and not self._leads]
         outcomes = []
         for begin in begins:

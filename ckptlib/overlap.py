@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +19,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Copy:
-    """A copy that is being made; begins with its construction."""
+    """A copy that is being made; begins with its construction.
 
-    def __init__(self) -> None:
+    Args:
+        clock: entered while somebody waits.
+
+    Attributes:
+        cancelled: nobody wants it any more: the save is not begun, or aborted.
+    """
+
+    def __init__(self, clock: AbstractContextManager[object] | None = None) -> None:
+        self.cancelled = False
+        self._clock = nullcontext() if clock is None else clock
         self._ended = threading.Event()
         _running.add(self)
 
@@ -31,7 +41,8 @@ class Copy:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended, within `timeout` seconds."""
-        return self._ended.wait(timeout)
+        with self._clock:
+            return self._ended.wait(timeout)
 
 
 _running: set[Copy] = set()

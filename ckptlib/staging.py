@@ -60,17 +60,21 @@ class Arena:
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        made = fd is None
+        self._made = fd is None
         try:
             self.fd = os.memfd_create("ckptlib-staging") if fd is None else fd
-            if made:
-                os.ftruncate(self.fd, self.size)
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if made else 0)
-            self._map = mmap.mmap(self.fd, self.size, flags=flags)
+            try:
+                if self._made:
+                    os.ftruncate(self.fd, self.size)
+                flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if self._made else 0)
+                self._map = mmap.mmap(self.fd, self.size, flags=flags)
+            except BaseException:
+                os.close(self.fd)
+                raise
         except (OSError, ValueError) as error:
             raise StagingError(f"no {self.size / 2**20:.0f} MiB of memory for staging: {error}") from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = False
+        self._pinned: torch.device | None = None
         self.closed = False
 
     def view(self, staged: StagedTensor) -> torch.Tensor:
@@ -85,23 +89,34 @@ class Arena:
             staged.key, self.view(staged), staged.global_shape, Box(staged.offset, staged.shape), main=True
         )
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Locks the pages for copies from a GPU, which then run beside everything else; again: does nothing.
+
+        Args:
+            device: of this process: on another one the driver would take memory for nothing.
 
         Raises:
             StagingError: the driver refuses.
         """
-        if not self._pinned:
-            refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0)
-            if refused:
+        if self._pinned is None:
+            with torch.cuda.device(device):
+                refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0)
+            if int(refused) != 0:
                 raise StagingError(f"{self.size / 2**20:.0f} MiB for staging could not be page-locked: {refused}")
-            self._pinned = True
+            self._pinned = device
 
     def close(self) -> None:
-        """Gives this process's hold on the memory back; the mapping itself ends with its last view."""
+        """Gives the memory back, when nobody reads from it any more. The mapping itself ends with its last view.
+
+        Whoever made it takes the pages from all who map them: a worker learns only with its next save that an arena is
+        not used any more, and until then a larger one would stand beside it.
+        """
         self.closed = True
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        if self._pinned is not None:
+            with torch.cuda.device(self._pinned):
+                torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        if self._made:
+            os.ftruncate(self.fd, 0)
         os.close(self.fd)
         del self._bytes, self._map
 
@@ -160,7 +175,9 @@ class Pool:
         """
         with self._lock:
             if len(self._used) >= self._generations:
-                raise StagingError(f"all {self._generations} staging arenas are still being written from")
+                raise StagingError(
+                    f"all {self._generations} staging arenas are still being written from; raise max_in_flight, or wait"
+                )
             fitting = sorted((arena for arena in self._free if arena.size >= nbytes), key=lambda arena: arena.size)
             if not fitting:
                 fitting = [self._make(nbytes, least)]
@@ -175,19 +192,24 @@ class Pool:
         memory goes to the larger one."""
         free, used = (sum(arena.size for arena in arenas) for arenas in (self._free, self._used))
         left = memory.available_bytes()
-        room = math.inf if left is None else free + int(left * USABLE)
+        if left is not None:  # the other ranks of the node look at the same memory, at the same moment
+            left = int(left * USABLE) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = math.inf if left is None else free + left
         if self._budget is not None:
             room = min(room, self._budget - used)
         size = nbytes
         if size > room:
             if least is None or room < least:
-                limit = "free memory" if self._budget is None or room != self._budget - used else "the staging budget"
+                limit = "free memory" if self._budget is None or room != self._budget - used else "the staging_budget"
                 raise StagingError(
                     f"a save of {nbytes / 2**20:.0f} MiB does not fit into {limit}: {max(0, room) / 2**20:.0f} MiB are "
-                    f"left, beside {used / 2**20:.0f} MiB of saves in flight"
+                    f"left, beside {used / 2**20:.0f} MiB of saves in flight. Give staging more memory, or save less."
                 )
+            # The saves after it want some too.
             if self._budget is not None:
-                room = min(room, max(self._budget // self._generations, least))  # the saves after it want some too
+                room = min(room, max(self._budget // self._generations, least))
+            elif left is not None:
+                room = max(free + left // (self._generations - len(self._used)), least)
             size = int(room) // mmap.PAGESIZE * mmap.PAGESIZE
             large = [arena for arena in self._free if arena.size >= size * REUSABLE]
             if large:

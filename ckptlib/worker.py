@@ -5,8 +5,8 @@ signals that ask a process to end: it ends when the connection to the trainer is
 all that was handed over has been written. It is started as a new program, never forked: a process with CUDA or
 threads must not be.
 
-What the two say to each other are pickles over a private socket pair, each after its length; the memory file of an
-arena travels as a file descriptor.
+What the two say to each other are pickles over a private socket pair; the memory files of arenas, and of messages that
+are large, travel as file descriptors.
 """
 
 from __future__ import annotations
@@ -142,6 +142,13 @@ class _JobSupply:
         self.supply.wait(self.number, number)
 
 
+LARGE_MESSAGE = 16 * 2**10
+"""Bytes. Some messages of this size fit into a socket's buffer together."""
+
+_HEAD = struct.Struct("<Q?B")
+"""Of a message: its length, whether it is in a memory file, and how many descriptors come with it."""
+
+
 class Connection:
     """Messages over a stream socket; sending is safe from several threads."""
 
@@ -150,20 +157,51 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: Any, fd: int | None = None) -> None:
-        """Sends a message, and with it a file descriptor. `OSError` when nobody is there any more."""
+        """Sends a message, and with it a file descriptor. `OSError` when nobody is there any more.
+
+        What is large goes as a memory file: the sender never waits for a receiver that stands still, or only starts,
+        and what it has sent is there when it dies.
+        """
         data = pickle.dumps(message)
-        with self._sending:
-            socket.send_fds(self._socket, [struct.pack("<Q", len(data))], [] if fd is None else [fd])
-            self._socket.sendall(data)
+        by_file = len(data) > LARGE_MESSAGE
+        body = os.memfd_create("ckptlib-message") if by_file else None
+        try:
+            if body is not None:
+                with open(os.dup(body), "wb") as file:
+                    file.write(data)
+            fds = [one for one in (body, fd) if one is not None]
+            with self._sending:
+                socket.send_fds(self._socket, [_HEAD.pack(len(data), by_file, len(fds))], fds)
+                if not by_file:
+                    self._socket.sendall(data)
+        finally:
+            if body is not None:
+                os.close(body)
 
     def receive(self) -> tuple[Any, int | None]:
-        """The next message and its descriptor. `EOFError` when the other side has ended."""
-        head, fds, _, _ = socket.recv_fds(self._socket, 8, 1)
-        while 0 < len(head) < 8 and (more := self._socket.recv(8 - len(head))):
+        """The next message and its descriptor. `EOFError` when the other side has ended.
+
+        Raises:
+            OSError: a descriptor was lost: this process has as many open as it may.
+        """
+        head, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, 2)
+        while 0 < len(head) < _HEAD.size and (more := self._socket.recv(_HEAD.size - len(head))):
             head += more
-        if len(head) < 8:
+        if len(head) < _HEAD.size:
             raise EOFError
-        (length,) = struct.unpack("<Q", head)
+        length, by_file, count = _HEAD.unpack(head)
+        if len(fds) != count:
+            for one in fds:
+                os.close(one)
+            raise OSError(f"{count - len(fds)} file descriptors of a message were lost")
+        if by_file:
+            with open(fds.pop(0), "rb") as file:
+                data = os.pread(file.fileno(), length, 0)
+        else:
+            data = self._receive(length)
+        return pickle.loads(data), fds[0] if fds else None  # noqa: S301 - our own parent or child
+
+    def _receive(self, length: int) -> bytes:
         data = bytearray(length)
         view = memoryview(data)
         while view:
@@ -171,7 +209,7 @@ class Connection:
             if not count:
                 raise EOFError
             view = view[count:]
-        return pickle.loads(data), fds[0] if fds else None  # noqa: S301 - our own parent or child
+        return bytes(data)
 
     def close(self) -> None:
         """Ends the connection; the other side sees `EOFError`."""
@@ -317,6 +355,7 @@ def main(fd: int, nice: int) -> None:
             while True:
                 message, arena_fd = connection.receive()
                 if isinstance(message, NewArena):
+                    assert arena_fd is not None  # else `receive` has raised
                     arenas[message.number] = Arena(message.size, arena_fd)
                 elif isinstance(message, Staged):
                     supply.staged(message)
@@ -335,7 +374,8 @@ def main(fd: int, nice: int) -> None:
     threading.Thread(target=read, name="ckptlib-jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         if isinstance(job, OldArena):
-            arenas.pop(job.number).close()
+            if job.number in arenas:
+                arenas.pop(job.number).close()
             continue
         written = functools.partial(_tell, connection, Written(job.number))
         outcome = run_job(job, arenas.get(job.arena), written, pulses.pop(job.number), supply.of(job))

@@ -22,7 +22,7 @@ from ckptlib.async_options import AsyncOptions
 from ckptlib.background import Job, Outcome, give_up, run_job, take_in_hand
 from ckptlib.beats import Pulse
 from ckptlib.copying import Copier, Pair, default_threads
-from ckptlib.errors import StagingError
+from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena, Pool
 from ckptlib.worker import Consumed, Report, SliceSupply, Staged, WorkerProcess, Written
 
@@ -160,12 +160,14 @@ class Workshop:
             OSError: no worker can be started.
         """
         with self._change:
+            if self._closed:
+                raise StateError("this Checkpointer was closed while a save was being staged")
             self._flights.append(flight)
-        try:
-            self._hand_over(flight)
-        except BaseException:
-            self._forget(flight)
-            raise
+            try:
+                self._hand_over(flight)
+            except BaseException:
+                self._forget(flight)
+                raise
 
     def supply(self, flight: Flight, slice_: int) -> None:
         """Says that a further slice of a save is staged."""
@@ -178,12 +180,15 @@ class Workshop:
         """Waits until the first `slices` slices of a save are not read any more.
 
         Raises:
-            StagingError: the save has ended before.
+            StagingError: the save has ended before, or the storage does not take them.
         """
+        timeout = self.options.commit_timeout
         with self._change:
-            self._change.wait_for(lambda: flight.consumed >= slices or flight.outcome is not None)
+            moved = self._change.wait_for(lambda: flight.consumed >= slices or flight.outcome is not None, timeout)
         if flight.outcome is not None:
             raise StagingError(f"the save ended while it was staged: {flight.outcome.error}")
+        if not moved:
+            raise StagingError(f"the storage has not taken a slice of the state within {timeout:g} s (commit_timeout)")
 
     def call_back(self, flight: Flight) -> None:
         """Takes back a save that could not be staged to its end; of a save that never took off, its memory."""
@@ -208,11 +213,13 @@ class Workshop:
         self.users.discard(user)
         if self.users or self._closed:
             return
-        self._closed = True
-        _workshops.pop(next((key for key, shop in _workshops.items() if shop is self), ""), None)
-        if self._worker is not None:
-            self._worker.close(timeout)
-            self._worker = None
+        for root in [root for root, shop in _workshops.items() if shop is self]:
+            del _workshops[root]
+        with self._change:
+            self._closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close(timeout)
         self.pool.close()
         if self._copier is not None:
             self._copier.close()
@@ -232,11 +239,11 @@ class Workshop:
             return self._worker
 
     def _hand_over(self, flight: Flight) -> None:
+        """Within `_change`: the worker that knows the arena gets the save, and saves keep their order."""
         worker = self._start()
-        with self._change:
-            flight.job = replace(flight.job, arena=self._number_of(flight.arena, worker) if flight.held else 0)
-            with contextlib.suppress(OSError):  # it has ended just now: the save is among those that another one gets
-                worker.submit(flight.job)
+        flight.job = replace(flight.job, arena=self._number_of(flight.arena, worker) if flight.held else 0)
+        with contextlib.suppress(OSError):  # it has ended just now: the save is among those that another one gets
+            worker.submit(flight.job)
 
     def _number_of(self, arena: Arena, worker: Worker) -> int:
         """The number by which the worker knows an arena; it forgets those that the pool has closed."""
@@ -286,14 +293,13 @@ class Workshop:
         """The worker has ended without being asked to: what is still staged is given to another one."""
         with self._change:
             self._worker = None
-            left = list(self._flights)
-        for flight in left:
-            if self._closed or not self._resubmit(flight):
-                # Rank 0's worker would wait for our records until its deadline.
-                outcome = give_up(flight.job, "its worker process ended")
-                with self._change:
-                    self._land(flight, outcome)
-                    self._change.notify_all()
+            lost = [flight for flight in self._flights if self._closed or not self._resubmit(flight)]
+        for flight in lost:
+            # Rank 0's worker would wait for our records until its deadline.
+            outcome = give_up(flight.job, "its worker process ended, and so did the one that was given its saves")
+            with self._change:
+                self._land(flight, outcome)
+                self._change.notify_all()
 
     def _resubmit(self, flight: Flight) -> bool:
         if flight.tries >= TRIES or len(flight.job.slices) > 1:
@@ -303,7 +309,7 @@ class Workshop:
         log.warning("iteration %d: its worker process ended; another one goes on", flight.job.begin.iteration)
         try:
             self._hand_over(flight)
-        except OSError:
+        except Exception:  # whoever waits for the save must hear of its end
             log.exception("no worker process can be started")
             return False
         return True
@@ -325,7 +331,6 @@ def workshop_for(root: str, options: AsyncOptions, user: object) -> Workshop:
     """
     shop = _workshops.get(root)
     if shop is None or shop.options != options:
-        shop = Workshop(options)
-        _workshops.setdefault(root, shop)
+        shop = _workshops[root] = Workshop(options)  # one of other options ends with its users
     shop.users.add(user)
     return shop

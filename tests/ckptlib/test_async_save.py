@@ -400,7 +400,7 @@ def test_an_iteration_that_exists_is_refused_before_anything_is_staged(root: str
 def test_a_save_beyond_the_staging_budget_is_refused_and_leaves_no_checkpoint(root: str) -> None:
     options = AsyncOptions(worker="thread", staging_budget=64)
     with Checkpointer(root, run="run", io_mode="async", background=options) as job:
-        with pytest.raises(StagingError, match="does not fit into the staging budget"):
+        with pytest.raises(StagingError, match="does not fit into the staging_budget"):
             job.save(state(1), iteration=1)
         assert not list(Path(root).glob("iter_*/metadata.json"))
         job.save(state(1), iteration=1, io_mode="sync")
