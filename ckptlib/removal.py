@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ckptlib import commit, exported, exports, roots
 from ckptlib import storage as st
@@ -19,6 +21,9 @@ log = logging.getLogger("ckptlib")
 
 READERS = "readers"
 """``<root>/.ckpt/readers/<attempt>.<save_id>``: a restore of that attempt is reading that save."""
+
+_PIN = re.compile(rf"\.?(?P<pin>(?P<attempt>\d+)\.(?P<save_id>{commit.SAVE_ID.pattern}))(\..*)?")
+"""A pin, or a temporary file of one."""
 
 _KIND: Kind = "non_persistent_global"
 _EXPORTS = (
@@ -103,7 +108,8 @@ def superseded(
 
 
 def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
-    """Removes what a committed non-persistent checkpoint takes the place of. Never raises: the save has succeeded.
+    """Removes what a committed non-persistent checkpoint takes the place of. Never raises, whatever is wrong: the save
+    has succeeded.
 
     One that nothing resumes from by itself (LOCAL) takes no other's place.
 
@@ -121,9 +127,9 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
             try:
                 assert old.save is not None  # `superseded` has looked
                 remove_save(storage, old.path, old.save.save_id)
-            except (OSError, IntegrityError) as error:
+            except Exception as error:  # noqa: BLE001 - told, and left for the next one
                 left.append(f"{old.url}: {error}")
-    except (OSError, IntegrityError) as error:
+    except Exception as error:  # noqa: BLE001 - told, and left for the next one
         left.append(f"{storage.url(root)}: {error}")
     for text in left:
         log.warning("superseded by iteration %d and not removed: %s", begin.iteration, text)
@@ -135,6 +141,10 @@ def supersede_by_newest(storage: st.Storage, root: str) -> list[str]:
 
     Before this attempt saves anything: a directory that is only being made looks like one of which all has gone.
     """
+    try:
+        remove_old_pins(storage, root)
+    except OSError as error:
+        log.warning("%s: pins of older attempts not removed: %s", storage.url(root), error)
     found = [each for each in roots.scan_non_persistent(storage, root) if each.state == "committed"]
     newest = max((each for each in found if not each.only_on_request), key=lambda each: each.order, default=None)
     if newest is None or newest.save is None or newest.save.begin is None:
@@ -178,6 +188,34 @@ def _pin_path(root: str, attempt: int, save_id: str) -> str:
 
 def _being_read(storage: st.Storage, root: str) -> set[str]:
     """Saves that are being read. Pins of older attempts do not count: those have ended (W8)."""
-    names = [entry.name.split(".") for entry in storage.list(st.join(root, commit.CONTROL, READERS))]
-    newest = roots.newest_attempt(storage, root) if names else 0
-    return {save_id for attempt, save_id in names if int(attempt) >= newest}
+    pins = [pin for pin in _pins(storage, root) if pin.whole]
+    newest = roots.newest_attempt(storage, root) if pins else 0
+    return {pin.save_id for pin in pins if pin.attempt >= newest}
+
+
+def remove_old_pins(storage: st.Storage, root: str) -> None:
+    """Removes what readers of older attempts left when they were killed."""
+    pins = _pins(storage, root)
+    newest = roots.newest_attempt(storage, root) if pins else 0
+    directory = st.join(root, commit.CONTROL, READERS)
+    storage.remove([st.join(directory, pin.name) for pin in pins if pin.attempt < newest])
+
+
+@dataclass(frozen=True)
+class _Pin:
+    """A file of a reader. `whole`: a pin, not what a writer that was killed, or is at it, has of one."""
+
+    name: str
+    attempt: int
+    save_id: str
+    whole: bool
+
+
+def _pins(storage: st.Storage, root: str) -> list[_Pin]:
+    """What readers have here. Names that are none of theirs (``.nfs0001``) are nobody's business."""
+    found = []
+    for entry in storage.list(st.join(root, commit.CONTROL, READERS)):
+        match = _PIN.fullmatch(entry.name)
+        if match is not None:
+            found.append(_Pin(entry.name, int(match["attempt"]), match["save_id"], entry.name == match["pin"]))
+    return found

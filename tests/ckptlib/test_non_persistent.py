@@ -218,6 +218,42 @@ def test_what_a_restore_is_reading_stays_and_pins_of_older_attempts_hold_nothing
     assert below(root) == ["iter_0000040"]
 
 
+@pytest.mark.parametrize("name", [".1.{save_id}.0123456789abcdef.tmp", ".nfs0000000001", "1.other", "x.y.z"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_killed_reader_leaves_beside_its_pins_disturbs_no_save_and_no_start(
+    root: str, name: str, mode: Any
+) -> None:
+    readers = f"{root}/.ckpt/readers"
+    with job(root, io_mode=mode, background=AsyncOptions(worker="thread")) as checkpointer:
+        save(checkpointer, 10)
+        os.makedirs(readers, exist_ok=True)
+        Path(readers, name.format(save_id="000001-01a22a100613-1ba085c8")).touch()
+        save(checkpointer, 20)
+    assert below(root) == ["iter_0000020"]
+    job(root)
+    assert [entry for entry in os.listdir(readers) if "000001-" in entry] == []
+
+
+def test_pins_of_older_attempts_go_at_the_next_start_and_newer_ones_stay(root: str) -> None:
+    save(job(root), 10)
+    readers = Path(root, ".ckpt", "readers")
+    readers.mkdir(exist_ok=True)
+    for attempt in (1, 2, 3):
+        (readers / f"{attempt}.000001-01a22a100613-1ba085c8").touch()
+    job(root)
+    assert sorted(entry.name[0] for entry in readers.iterdir()) == ["2", "3"]
+
+
+def test_whatever_goes_wrong_with_an_older_one_the_save_has_succeeded(root: str) -> None:
+    left: list[Notice] = []
+    checkpointer = job(root, on_event=left.append)
+    save(checkpointer, 10)
+    with mock.patch.object(removal, "remove_save", side_effect=RuntimeError("odd")):
+        save(checkpointer, 20)
+    assert newest(root) == (1, 20)
+    assert [notice.name for notice in left] == ["superseded_not_removed"]
+
+
 def test_a_restore_pins_the_non_persistent_checkpoint_that_it_reads_and_no_other(root: str) -> None:
     checkpointer = job(root)
     save(checkpointer, 5, kind="persistent")
