@@ -29,6 +29,7 @@ from ckptlib.planning import Offer, PlanCache
 from ckptlib.resume import RERUN_KEY
 from ckptlib.source import Source
 from ckptlib.stored_rng import StoredStreams, streams_of_entries, streams_of_rank
+from ckptlib.ties import check_read_ties
 from ckptlib.topology import Topology
 from ckptlib.torch_file import TorchFile
 
@@ -167,6 +168,7 @@ class OwnLoad:
             verify_first(self.source, self.options.verify)
         report.bytes_needed = sum(target.numel() * target.element_size() for _, target, _ in filling.tensors)
         self._stored.read()
+        check_read_ties(filling.tensors, self._stored.where)
         report.bytes_read = self._stored.bytes_read
         report.seconds += time.perf_counter() - started
 
