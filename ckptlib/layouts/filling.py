@@ -136,7 +136,35 @@ class Filling:
             raise StateError(
                 f"{dotted(path)}: {self.where} holds parameter groups of {sizes} parameters, the optimizer has {own}"
             )
+        self._slots(path, optimizer, state)
         self.values.append((dotted(path), lambda: load_numbered_state(optimizer, state)))
+
+    def _slots(self, path: Path, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Compares the shapes of what is stored for each parameter: torch takes any, and fails at the next step.
+
+        With what the optimizer has there; where it has nothing yet, with the parameter, of which a factored moment has
+        axes of length 1. LBFGS keeps what it knows of all parameters, end to end, under the first one.
+        """
+        numbers = (number for group in state.get("param_groups", ()) for number in group["params"])
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        stored = self._expect((*path, "state"), state.get("state", {}), Mapping)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            known = optimizer.state.get(parameter, {})
+            for slot, value in self._expect((*path, "state", number), stored.get(number, {}), Mapping).items():
+                if not isinstance(value, torch.Tensor) or value.ndim == 0:
+                    continue
+                at = (*path, "state", number, slot)
+                held = plain(at, known.get(slot))
+                if isinstance(held, torch.Tensor):
+                    fits, wanted = value.shape == held.shape, held.shape
+                else:
+                    wanted = plain(at, parameter).shape
+                    fits = isinstance(optimizer, torch.optim.LBFGS) or _is_moment_of(value.shape, wanted)
+                if not fits:
+                    raise ShapeMismatchError(
+                        f"tensor {dotted(at)!r}: {self.where} holds {tuple(value.shape)}, the optimizer wants "
+                        f"{tuple(wanted)}. A whole state dict is loaded where it was saved: into the same model."
+                    )
 
     def _stateful(self, path: Path, target: Any, stored: Any) -> None:
         check_whole(path, target)
@@ -157,6 +185,10 @@ class Filling:
                 f"{dotted(path)}: {self.where} holds a {type(stored).__name__}, the state has a {wanted} there"
             )
         return stored
+
+
+def _is_moment_of(shape: torch.Size, parameter: torch.Size) -> bool:
+    return len(shape) == len(parameter) and all(one in (1, whole) for one, whole in zip(shape, parameter, strict=True))
 
 
 def _holds_parts(value: Any) -> bool:

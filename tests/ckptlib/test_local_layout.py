@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,44 @@ def test_what_does_not_fit_changes_nothing(root: Path) -> None:
     assert not a.any()
     report = ckptlib.load({"a": a}, url, strict="return")
     assert (report.unexpected, a.tolist()) == (["b"], [1, 1])
+
+
+def trained(size: int, make: Callable[..., torch.optim.Optimizer], *, steps: int) -> dict[str, Any]:
+    model = torch.nn.Linear(size, 3)
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = model(torch.ones(2, size)).square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+def test_moments_of_another_shape_are_refused_before_anything_changes(root: Path, steps: int) -> None:
+    """R4: torch's own load takes them, and fails at the next step."""
+    ckptlib.save(trained(4, torch.optim.Adam, steps=1), str(root), iteration=1, semantic_type="LOCAL")
+    optimizer = trained(5, torch.optim.Adam, steps=steps)["optimizer"]
+    before = optimizer.state_dict()
+    wrong = r"'optimizer\.state\.0\.exp_avg': .* holds \(3, 4\), the optimizer wants \(3, 5\)"
+    with pytest.raises(ShapeMismatchError, match=wrong):
+        ckptlib.load({"optimizer": optimizer}, str(root), strict="return")
+    assert_equal(optimizer, before)
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "LBFGS", "SGD", "Rprop"])
+def test_what_an_optimizer_of_torch_keeps_is_loaded_into_a_fresh_one(root: Path, name: str) -> None:
+    make = getattr(torch.optim, name)
+    saved = trained(4, make, steps=2)
+    ckptlib.save(saved, str(root), iteration=1, semantic_type="LOCAL")
+    for steps in (0, 1):
+        target = trained(4, make, steps=steps)
+        ckptlib.load(target, str(root))
+        assert_equal(target, saved)
 
 
 @pytest.mark.parametrize("semantic_type", ["LOCAL", "LEGACY"])
