@@ -16,6 +16,8 @@ CHECKPOINT, COMMON, INTEGRITY, METADATA, MARKER = (
     ".metadata",
     "metadata.json",
 )
+TEMPORARY = ".tmp"
+"""How the name of a file ends that is being written beside an export."""
 MARKER_BYTES = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
 """Exactly what Megatron-Core writes: one line, no newline."""
 

@@ -140,7 +140,9 @@ def _roll_forward_once(
     names = frozenset(export.name for export in exports)
     stale, obsolete = export_changes(storage, path, exports, others)
     if not stale and not obsolete:
-        _remove_records(storage, path, save)
+        if written or has_records(storage, path, save.save_id):  # it was cut short before, perhaps
+            storage.remove(leftovers(storage, path, names | others))
+            _remove_records(storage, path, save)
         return save, True, names
     storage.remove([st.join(path, name) for name in obsolete])
     storage.remove([st.parent(st.join(path, name)) for name in obsolete if "/" in name])
@@ -160,6 +162,23 @@ def _roll_forward_once(
 def _is_current(storage: st.Storage, path: str, save: commit.SaveState) -> bool:
     newest = commit.current_save(storage, path)
     return newest is not None and newest.save_id == save.save_id  # by id: a record with a NaN equals nothing
+
+
+def leftovers(storage: st.Storage, path: str, names: Collection[str]) -> list[str]:
+    """Temporary files that a process left beside these exports when it was killed; whole copies, of LEGACY.
+
+    One that is still in use is made again by who misses it (`storage.posix`).
+    """
+    below: dict[str, list[str]] = {}
+    for name in names:
+        directory, _, base = st.join(path, name).rpartition("/")
+        below.setdefault(directory, []).append(f".{base}.")
+    return [
+        st.join(directory, entry.name)
+        for directory, starts in below.items()
+        for entry in storage.list(directory)
+        if entry.name.endswith(exported.TEMPORARY) and entry.name.startswith(tuple(starts))
+    ]
 
 
 def bury(storage: st.Storage, path: str, save_id: str) -> None:

@@ -48,6 +48,7 @@ def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
         manifest = _manifest(storage, path, save_id)
         others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
         storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
+        storage.remove(exports.leftovers(storage, path, (*_EXPORTS, *others)))
         storage.remove([st.parent(st.join(path, name)) for name in others])
     names = [entry.name for entry in storage.list(path) if f".{save_id}." in entry.name]  # W1: also of an aborted one
     storage.remove([st.join(path, name) for name in names])

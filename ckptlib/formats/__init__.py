@@ -6,6 +6,7 @@ files in one of our directories are exports.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ def sniff(storage: st.Storage, path: str) -> str | None:
     names = {entry.name for entry in entries}
     if MARKER in names:
         return "torch_dist"
-    if any(entry.is_dir and entry.name.startswith("mp_rank_") for entry in entries):
+    places = (st.join(path, entry.name) for entry in entries if entry.is_dir and entry.name.startswith("mp_rank_"))
+    if any(map(functools.partial(_holds_something, storage), places)):
         return "torch"
     if METADATA not in names:
         return None
@@ -45,6 +47,12 @@ def sniff(storage: st.Storage, path: str) -> str | None:
     if _CELL.search(keys):
         return "torch_dist"
     return "fsdp_dtensor" if b"optimizer.param_to_group_meta." in keys else "torch_dcp"
+
+
+def _holds_something(storage: st.Storage, place: str) -> bool:
+    """Not only the temporary files that a process of ours left when it was killed."""
+    names = [entry.name for entry in storage.list(place)]
+    return not names or not all(name.startswith(".") and name.endswith(".tmp") for name in names)
 
 
 class _Save(Protocol):

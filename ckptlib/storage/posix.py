@@ -55,12 +55,8 @@ class PosixStorage:
 
     def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Temporary file, fsync, rename, directory fsync."""
-        temporary = self._write_temporary(path, data, durable=durable)
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            _unlink_quietly(temporary)
-            raise
+        while not _rename(self._write_temporary(path, data, durable=durable), path):
+            pass
         if durable:
             sync_directory(base.parent(path))
 
@@ -79,18 +75,8 @@ class PosixStorage:
     def copy(self, source: str, target: str) -> None:
         """A hard link under a temporary name, renamed; where there are no links, or no more of them, a copy."""
         directory = base.parent(target)
-        make_directory(directory)
-        temporary = base.join(directory, f".{base.basename(target)}.{uuid.uuid4().hex}.tmp")
-        try:
-            try:
-                os.link(source, temporary)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                _copy_file(source, temporary)
-            os.replace(temporary, target)
-        finally:
-            _unlink_quietly(temporary)  # a rename onto another name of the same file leaves both
+        while not _rename(_second_name(source, target), target):
+            pass
         sync_directory(directory)
 
     def shares(self, one: str, other: str) -> bool:
@@ -196,6 +182,37 @@ class PosixStorage:
             _unlink_quietly(temporary)
             raise
         return temporary
+
+
+def _second_name(source: str, target: str) -> str:
+    """A temporary file beside `target` with the content of `source`."""
+    directory = base.parent(target)
+    make_directory(directory)
+    temporary = base.join(directory, f".{base.basename(target)}.{uuid.uuid4().hex}.tmp")
+    try:
+        os.link(source, temporary)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            _copy_file(source, temporary)
+        except BaseException:
+            _unlink_quietly(temporary)
+            raise
+    return temporary
+
+
+def _rename(temporary: str, target: str) -> bool:
+    """Puts a temporary file into place; False: somebody took it for one that a dead process left, and removed it."""
+    try:
+        os.replace(temporary, target)
+    except FileNotFoundError:
+        if os.path.lexists(temporary):
+            raise
+        return False
+    finally:
+        _unlink_quietly(temporary)  # a rename onto another name of the same file leaves both
+    return True
 
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

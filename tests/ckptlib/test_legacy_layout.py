@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, Topology, commit, exported, exports
+from ckptlib import Checkpointer, Topology, commit, exported, exports, formats, removal
 from ckptlib import storage as st
 from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import CheckpointExistsError, UnsupportedError
@@ -261,6 +261,63 @@ def test_without_hard_links_the_files_are_copied(tmp_path: Path, monkeypatch: py
     storage, path = st.resolve(url)
     exports.roll_forward(storage, path)
     assert written.read_bytes() == named.read_bytes()
+
+
+def killed_before_its_rename(url: Path) -> list[Path]:
+    """What is left of an export's writing then: a second name of the file, or half a copy of it."""
+    (written,) = url.glob("__0_0.*.pt")
+    left = [url / "mp_rank_00" / f".{FILE}.{'0' * 32}.tmp", url / f".checkpoint.json.{'1' * 32}.tmp"]
+    for path in left:
+        os.link(written, path)
+    return left
+
+
+def test_what_a_killed_process_left_beside_the_exports_goes_with_the_next_roll_forward(tmp_path: Path) -> None:
+    saved = ckptlib.save({"w": torch.ones(2)}, str(tmp_path), iteration=1, semantic_type="LEGACY")
+    left = killed_before_its_rename(tmp_path)
+    kept = tmp_path / "mp_rank_00" / ".another.tmp"
+    kept.touch()
+    (tmp_path / "mp_rank_00" / FILE).unlink()
+    storage, path = st.resolve(str(tmp_path))
+    exports.roll_forward(storage, path)
+    assert not any(file.exists() for file in left)
+    assert kept.exists()
+    left = killed_before_its_rename(tmp_path)  # of a first roll-forward: records are still there
+    (tmp_path / ".ckpt" / saved.save_id / commit.record_name(0)).touch()
+    exports.roll_forward(storage, path)
+    assert not any(file.exists() for file in left)
+    assert ckptlib.verify(str(tmp_path)).ok
+
+
+def test_it_goes_with_the_checkpoint_too_and_is_nobody_elses(tmp_path: Path) -> None:
+    saved = ckptlib.save({"w": torch.ones(2)}, str(tmp_path / "i"), iteration=1, semantic_type="LEGACY")
+    killed_before_its_rename(tmp_path / "i")
+    storage, path = st.resolve(str(tmp_path / "i"))
+    removal.remove_save(storage, path, saved.save_id)
+    assert not (tmp_path / "i").exists()
+    (tmp_path / "i" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "i" / "mp_rank_00" / f".{FILE}.{'0' * 32}.tmp").touch()  # an older version left it
+    assert formats.sniff(storage, path) is None
+    (tmp_path / "i" / "mp_rank_00" / FILE).touch()
+    assert formats.sniff(storage, path) == "torch"
+
+
+def test_an_export_whose_temporary_file_another_process_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, lost = os.replace, []
+
+    def lose(source: str, target: str) -> None:
+        if target not in lost:
+            lost.append(target)
+            os.unlink(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", lose)
+    ckptlib.save({"w": torch.ones(2)}, str(tmp_path), iteration=1, semantic_type="LEGACY")
+    assert {os.path.basename(name) for name in lost} >= {FILE, "checkpoint.json", "integrity.json"}
+    assert ckptlib.verify(str(tmp_path)).ok
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_memory_storage_holds_it_too() -> None:
