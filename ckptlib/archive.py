@@ -157,6 +157,15 @@ def parse(window: Window, where: str) -> Layout:
     return Layout(window.length, records)
 
 
+def directory_start(window: Window, where: str) -> int:
+    """Where the central directory begins, by the end record: its signature may stand in what is before it too.
+
+    Raises:
+        RecordError: there is no end record, or it is damaged.
+    """
+    return _directory(window, where)[0]
+
+
 def parse_whole(data: bytes | memoryview, where: str) -> Layout:
     """Layout of a container that is in memory."""
     return parse(Window(len(data), data, data), where)

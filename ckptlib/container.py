@@ -15,6 +15,7 @@ from typing import IO, cast
 
 import torch
 
+from ckptlib import archive
 from ckptlib.errors import UnsupportedError
 
 _DESCRIPTOR = b"PK\x07\x08"
@@ -126,8 +127,9 @@ def _split(sink: SparseSink, payload: int, what: str) -> Template:
     if tail[:4] != _DESCRIPTOR:
         raise UnsupportedError(f"{what}: torch.save put no data descriptor behind the payload")
     crc_at = [4]
-    at = tail.find(_CENTRAL)
-    while at >= 0 and tail[at : at + 4] == _CENTRAL:
+    # By the end record: the size in the descriptor may read like the signature of the directory.
+    at = archive.directory_start(archive.SparseWindow(end, sink.joined()), what) - payload_at - payload
+    while tail[at : at + 4] == _CENTRAL:
         name_length, extra_length, comment_length = struct.unpack_from("<HHH", tail, at + 28)
         if tail[at + 46 : at + 46 + name_length].endswith(b"/data/0"):
             crc_at.append(at + 16)

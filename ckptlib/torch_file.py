@@ -106,14 +106,16 @@ def skeleton(tree: Any, where: str) -> tuple[Skeleton, list[int]]:
         raise StateError(f"{where}: cannot be saved: {error}") from error
     pieces = sink.joined()
     length = pieces[-1][0] + len(pieces[-1][1])
-    layout = archive.parse(archive.SparseWindow(length, pieces), where)
+    window = archive.SparseWindow(length, pieces)
+    layout = archive.parse(window, where)
     _check_loadable(pieces, layout, where)
     holes = [(end, start - end) for (end, start) in _holes(pieces)]
     stored = [record for record in layout.records.values() if record.name.startswith("data/") and record.size]
     if [(record.offset, record.size) for record in stored] != holes:
         raise UnsupportedError(f"{where}: torch.save writes it in an unexpected form; it cannot be written in pieces")
     segments = tuple(data for _, data in pieces)
-    return Skeleton(segments, tuple(size for _, size in holes), _crc_places(segments[-1], stored)), [
+    crc_at = _crc_places(segments[-1], archive.directory_start(window, where) - pieces[-1][0], stored)
+    return Skeleton(segments, tuple(size for _, size in holes), crc_at), [
         order.storages[int(record.name.removeprefix("data/"))] for record in stored
     ]
 
@@ -141,11 +143,10 @@ def _holes(pieces: list[tuple[int, bytes]]) -> Iterable[tuple[int, int]]:
         yield at + len(data), start
 
 
-def _crc_places(tail: bytes, stored: list[archive.Record]) -> tuple[int, ...]:
-    """Where in the central directory the CRC-32s of these records stand, in order."""
+def _crc_places(tail: bytes, at: int, stored: list[archive.Record]) -> tuple[int, ...]:
+    """Where in the central directory, which begins at `at`, the CRC-32s of these records stand, in order."""
     places: dict[str, int] = {}
-    at = tail.find(_CENTRAL)
-    while at >= 0 and tail[at : at + 4] == _CENTRAL:
+    while tail[at : at + 4] == _CENTRAL:
         name_length, extra_length, comment_length = struct.unpack_from("<HHH", tail, at + 28)
         _, _, name = tail[at + 46 : at + 46 + name_length].decode().partition("/")
         places[name] = at + 16

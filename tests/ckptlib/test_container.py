@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ckptlib.container import Template, template
 from ckptlib.errors import UnsupportedError
 from ckptlib.state import dtype_name, dtype_of, leaf_bytes
+from ckptlib.torch_file import skeleton
 from tests.support.tilings import shapes
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -135,3 +136,20 @@ def test_what_torch_lays_out_otherwise_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_is_found_again_by_its_name(dtype: torch.dtype) -> None:
     assert dtype_of(dtype_name(dtype)) == dtype
+
+
+def test_a_payload_whose_size_reads_like_the_signature_of_a_directory() -> None:
+    """The descriptor behind a payload holds its size: 0x02014b50 bytes are the letters of a directory entry.
+
+    The memory is never touched, so nothing of it is there.
+    """
+    size = int.from_bytes(b"PK\x01\x02", "little")
+    known = template(torch.uint8, (size + 64,))  # the same up to the size: payloads are aligned to 64 bytes
+    assert template(torch.uint8, (size,)).crc_at == known.crc_at
+    forms = [skeleton({"w": torch.empty(nbytes, dtype=torch.uint8)}, "state")[0] for nbytes in (size, size + 64)]
+    assert forms[0].payloads == (size,)
+    assert forms[0].crc_at == forms[1].crc_at
+    (at,) = forms[0].crc_at
+    entry = forms[0].segments[-1][at - 16 :]
+    assert entry[:4] == b"PK\x01\x02"
+    assert b"/data/0" in entry[:120]
