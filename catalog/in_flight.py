@@ -1,4 +1,4 @@
-"""Saves that are being written now. The catalog learns of a save at its commit; until then storage alone knows (W7)."""
+"""What storage alone knows: the catalog learns of a save at its commit (W7), and of that when somebody tells it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ class Writing:
         return self.silent is not None and self.silent > beats.STILL * self.progress.interval
 
 
+@dataclass(frozen=True)
+class Unrecorded:
+    """A checkpoint that the catalog does not know: whoever committed it has not told (yet)."""
+
+    run: str
+    url: str
+    begin: Begin
+    committed_at: datetime | None
+
+
 def look(storage: st.Storage, path: str, run: str, begin: Begin) -> Writing:
     """How far an undecided save is."""
     progress = beats.look(storage, path, begin)
@@ -57,15 +67,17 @@ def look(storage: st.Storage, path: str, run: str, begin: Begin) -> Writing:
     return Writing(run, storage.url(path), begin, moment(begin.created_at), progress, silent)
 
 
-def saves_in_flight(catalog: Catalog, run: str | None = None) -> tuple[list[Writing], list[str]]:
-    """The saves in flight below the roots that the catalog knows, in their order; and what could not be looked at.
+def beyond_the_catalog(catalog: Catalog, run: str | None = None) -> tuple[list[Writing], list[Unrecorded], list[str]]:
+    """What lies below the roots that the catalog knows, and is not in it; and what could not be looked at.
+
+    Saves in flight, in their order, and what was committed and not recorded.
 
     One listing for each iteration directory; records are read only of saves that the catalog does not know.
 
     Args:
         run: only of this run.
     """
-    found: list[Writing] = []
+    found: list[Writing | Unrecorded] = []
     problems: list[str] = []
     for place in catalog.locations(run):
         known = {row.save_id for row in catalog.checkpoints(place.run)}
@@ -73,15 +85,21 @@ def saves_in_flight(catalog: Catalog, run: str | None = None) -> tuple[list[Writ
             found += _below(place, known)
         except (OSError, ValueError, CkptError) as error:
             problems.append(f"{place.url}: {error}")
-    return sorted(found, key=lambda one: (one.run, one.begin.attempt, one.begin.iteration, one.begin.save_id)), problems
+    found.sort(key=lambda one: (one.run, one.begin.attempt, one.begin.iteration, one.begin.save_id))
+    writing = [one for one in found if isinstance(one, Writing)]
+    return writing, [one for one in found if isinstance(one, Unrecorded)], problems
 
 
-def _below(place: LocationRow, known: Collection[str]) -> Iterator[Writing]:
+def _below(place: LocationRow, known: Collection[str]) -> Iterator[Writing | Unrecorded]:
     storage, root = st.resolve(place.url)
     for name, directory in roots.list_root(storage, root):
         path = st.join(root, name)
         if directory is None or all(save_id in known for save_id in commit.save_ids(storage, path)):
             continue
         for save in commit.list_saves(storage, path):
-            if save.undecided and save.begin is not None and save.begin.run in (None, place.run):
+            if save.save_id in known or save.begin is None or save.begin.run not in (None, place.run):
+                continue
+            if save.undecided:
                 yield look(storage, path, place.run, save.begin)
+            elif save.committed and save.decision is not None:
+                yield Unrecorded(place.run, storage.url(path), save.begin, moment(save.decision.decided_at))

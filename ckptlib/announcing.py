@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ckptlib import commit, roots
 from ckptlib import storage as st
@@ -83,6 +83,15 @@ class Announcer:
             manifest_sha256=decision.manifest_sha256 or "",
             decision=decision,
         )
+
+    def events_of(self, identity: roots.RootIdentity, standing: Iterable[roots.Found]) -> list[CommitEvent]:
+        """What listeners are told of commits of older attempts; nothing is read where nobody listens."""
+        events = [
+            self.commit_event(identity, found.path, found.save.save_id, found.save.decision)
+            for found in (standing if self._listeners else ())
+            if found.save is not None and found.save.decision is not None
+        ]
+        return [event for event in events if event is not None]
 
     def announce(
         self,

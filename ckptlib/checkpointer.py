@@ -315,6 +315,7 @@ class Checkpointer:
 
     def step(self, state: dict[str, Any], *, iteration: int, **options: Any) -> SaveResult | None:
         """Saves when the interval says so; call it at the end of every iteration. `options` are those of `save`."""
+        self.poll()  # a commit is told of at the next step, not at the next save
         if self._save_interval is None or iteration % self._save_interval:
             return None
         return self.save(state, iteration=iteration, **options)
@@ -612,13 +613,12 @@ class Checkpointer:
             data = {"ranks": sorted(waiting.writing), "fraction": waiting.progress.fraction}
             emit(self._on_event, Notice("settle_waiting", str(waiting), data))
 
-        for settled in settling.settle(self._storage, self._root, attempt.number, wait=settle_wait, on_wait=tell):
+        standing: list[roots.Found] = []  # nobody else may be left to tell of it: its own attempt is gone
+        for settled in settling.settle(
+            self._storage, self._root, attempt.number, wait=settle_wait, on_wait=tell, on_standing=standing.append
+        ):
             emit(self._on_event, Notice("settled", str(settled)))
-            if settled.decision is not None and settled.decision.outcome == "commit":
-                # Nobody else was left to tell of it: its own attempt is gone.
-                event = self._announcer.commit_event(identity, settled.found.path, settled.save_id, settled.decision)
-                if event is not None:
-                    committed.append(event)
+        committed += self._announcer.events_of(identity, standing)
         if tracker == "committed":
             roots.write_tracker(self._storage, self._root)
         left += removal.supersede_by_newest(self._storage, self._root)

@@ -71,6 +71,7 @@ def settle(
     *,
     wait: float = 0.0,
     on_wait: Callable[[Waiting], None] = lambda waiting: None,
+    on_standing: Callable[[Found], None] = lambda found: None,
 ) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
@@ -81,6 +82,8 @@ def settle(
 
     Args:
         on_wait: told when it begins to wait, and then every `TOLD_EVERY` seconds.
+        on_standing: told, oldest first, what was committed now, and what stands of the newest attempt that committed
+            anything, the newest `COMPARED_AT_START` at most: it may have been killed before telling anybody.
 
     Returns:
         What was done.
@@ -106,6 +109,12 @@ def settle(
         # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.
         if i < COMPARED_AT_START or _is_unfinished(storage, found):
             _tidied(found.url, lambda: exports.roll_forward(storage, found.path))  # noqa: B023 - called here
+    now = {each.save_id for each in done if each.decision is not None and each.decision.outcome == "commit"}
+    older = [found for found in committed if 0 < found.order[0] < attempt]
+    newest = [found for found in older[:COMPARED_AT_START] if found.order[0] == older[0].order[0]]
+    for found in reversed(older):
+        if found in newest or found.order[2] in now:
+            on_standing(found)
     return done
 
 

@@ -18,7 +18,7 @@ from ckptlib.manifest import KINDS
 
 if TYPE_CHECKING:
     from catalog.catalog import Catalog
-    from catalog.in_flight import Writing
+    from catalog.in_flight import Unrecorded, Writing
 
 SHOWN: tuple[Lifecycle, ...] = ("writing", "finalized", "missing", "deleting")
 """Lifecycles that are listed unless ``--state`` asks for others: what is, or should be, on storage."""
@@ -35,10 +35,12 @@ def ls(
     latest: Annotated[int | None, typer.Option(help="Only so many, the newest.", min=1)] = None,
     since: Annotated[str | None, typer.Option(help="Only saved within 48h, 7d, ..., or since a date.")] = None,
     catalog_only: Annotated[
-        bool, typer.Option("--catalog-only", help="Do not look on storage for saves in flight.")
+        bool, typer.Option("--catalog-only", help="Do not look on storage for what is not recorded.")
     ] = False,
 ) -> None:
     """List checkpoints, newest last, and saves in flight with how far they are.
+
+    A checkpoint that nobody has recorded is listed too.
 
     Deleted and aborted ones are listed only when asked for: --state deleted.
     """
@@ -69,10 +71,11 @@ def ls(
         holds: dict[int, list[HoldRow]] = defaultdict(list)
         for hold in catalog.holds():
             holds[hold.checkpoint_id].append(hold)
-        writing: list[Writing] = []
-        if not catalog_only and ("writing" in states or not states):
-            writing = _in_flight(cli, catalog, run, kind, moment)
-    views = _merged([CheckpointView.of(row, holds[row.id]) for row in rows], writing, latest)
+        beyond: list[CheckpointView] = []
+        if not catalog_only and (not states or {"writing", "finalized"} & {*states}):
+            beyond = _beyond(cli, catalog, run, kind, moment)
+    beyond = [view for view in beyond if not states or view.lifecycle in states]
+    views = _merged([*(CheckpointView.of(row, holds[row.id]) for row in rows), *beyond], latest)
     known = () if run is None else ("run",)
     cli.output.rows(CheckpointView, views, known=known)
     if not views:
@@ -80,27 +83,41 @@ def ls(
         cli.output.note(_nothing(run, filtered))
 
 
-def _in_flight(
+def _beyond(
     cli: Cli, catalog: Catalog, run: str | None, kind: str | None, since: datetime | timedelta | None
-) -> list[Writing]:
+) -> list[CheckpointView]:
     """What storage says beyond the catalog; a storage that cannot be reached costs a note, not the list."""
-    from catalog.in_flight import saves_in_flight
+    from catalog.in_flight import beyond_the_catalog
 
-    found, problems = saves_in_flight(catalog, run)
+    writing, unrecorded, problems = beyond_the_catalog(catalog, run)
     if problems:
-        cli.output.note(f"Saves in flight are not listed where storage cannot be read: {'; '.join(problems)}")
+        cli.output.note(
+            f"Saves in flight, or not recorded, are not listed where storage cannot be read: {'; '.join(problems)}"
+        )
     first = datetime.now(UTC) - since if isinstance(since, timedelta) else since
+
+    def is_asked_for(save: Writing | Unrecorded, at: datetime | None) -> bool:
+        return kind in (None, save.begin.kind) and (first is None or (at is not None and at >= first))
+
+    if any(is_asked_for(save, save.committed_at) for save in unrecorded):
+        cli.output.note(f"Not recorded yet; to record it now: {_adoption(unrecorded[-1].url)}")
     return [
-        save
-        for save in found
-        if kind in (None, save.begin.kind) and (first is None or (save.begun_at is not None and save.begun_at >= first))
+        *(CheckpointView.writing(save) for save in writing if is_asked_for(save, save.begun_at)),
+        *(CheckpointView.unrecorded(save) for save in unrecorded if is_asked_for(save, save.committed_at)),
     ]
 
 
-def _merged(views: list[CheckpointView], writing: list[Writing], latest: int | None) -> list[CheckpointView]:
+def _adoption(url: str) -> str:
+    from ckptlib.roots import NON_PERSISTENT
+
+    root = url.rpartition("/")[0].removesuffix(f"/{NON_PERSISTENT}")
+    return lookup.command("scan", root, "--adopt")
+
+
+def _merged(views: list[CheckpointView], latest: int | None) -> list[CheckpointView]:
     """By run, each run in its order, and again only the newest of each where that is asked for."""
     by_run: dict[str, list[CheckpointView]] = defaultdict(list)
-    for view in [*views, *map(CheckpointView.writing, writing)]:
+    for view in views:
         by_run[view.run].append(view)
     merged = []
     for of_run in by_run.values():

@@ -19,7 +19,7 @@ from catalog.rows import CheckpointRow, FileRow, HoldRow, RunRow, VerificationRo
 from ckptlib.topology import Topology
 
 if TYPE_CHECKING:
-    from catalog.in_flight import Writing
+    from catalog.in_flight import Unrecorded, Writing
 
 FILE_CLASSES = ("ok", "missing", "extra", "size", "digest", "unreadable")
 """Verdicts of a file, in the order in which they are counted (V2)."""
@@ -104,7 +104,7 @@ class CheckpointView:
     kind: str = column("KIND", drop=4)
     lifecycle: str = column("LIFECYCLE", state, beside="progress")
     verdict: str = column("VERDICT", state)
-    bytes: int = column("SIZE", text.size, justify="right", drop=1)
+    bytes: int | None = column("SIZE", text.size, justify="right", drop=1)
     saved_at: datetime | None = column("SAVED", text.local_minute, drop=2)
     holds: tuple[str, ...] = column("HOLDS", names, drop=5, optional=True)
     metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6, optional=True)
@@ -115,10 +115,13 @@ class CheckpointView:
     written: float | None = None
     silent_seconds: float | None = None
     overdue: bool = False
+    recorded: bool = True
 
     @property
     def progress(self) -> str:
         """Of a save in flight: ``63 %``, and how long it has been silent where that is too long."""
+        if not self.recorded and self.lifecycle == "finalized":
+            return "(not recorded)"
         if self.lifecycle != "writing":
             return ""
         if self.written is None or self.silent_seconds is None:
@@ -168,6 +171,29 @@ class CheckpointView:
             written=None if save.silent is None else progress.fraction,
             silent_seconds=save.silent,
             overdue=save.overdue,
+            recorded=False,
+        )
+
+    @classmethod
+    def unrecorded(cls, save: Unrecorded) -> Self:
+        """The view of a checkpoint that the catalog does not know: its size is in its manifest, which is not read."""
+        begin = save.begin
+        return cls(
+            run=save.run,
+            iteration=begin.iteration,
+            attempt=begin.attempt,
+            kind=begin.kind,
+            lifecycle="finalized",
+            verdict="unverified",
+            bytes=None,
+            saved_at=save.committed_at,
+            holds=(),
+            metrics=begin.metrics,
+            branch="live",
+            topology=axes(begin.topology),
+            save_id=begin.save_id,
+            url=save.url,
+            recorded=False,
         )
 
 

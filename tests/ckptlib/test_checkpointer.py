@@ -9,6 +9,7 @@ import random
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import ckptlib
 from ckptlib import Checkpointer, Topology, commit, roots
+from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import (
     CheckpointExistsError,
     FencedError,
@@ -200,6 +202,17 @@ def test_steps_save_at_the_interval_only(root: str) -> None:
     assert job(root).step(small_state(), iteration=15) is None  # no interval, no save
 
 
+def test_a_step_that_saves_nothing_tells_of_what_was_committed_in_the_background(root: str) -> None:
+    told = mock.Mock()
+    options = AsyncOptions(worker="thread")
+    with job(root, io_mode="async", save_interval=3, listeners=[told], background=options) as checkpointer:
+        saved = checkpointer.step(small_state(), iteration=3)
+        assert saved is not None
+        saved.wait(60)
+        assert checkpointer.step(small_state(), iteration=4) is None
+        assert told.committed.call_count == 1
+
+
 def test_what_is_recorded_is_what_was_true_at_the_save(root: str) -> None:
     """P29: numbers and arguments that change afterwards change no checkpoint."""
     checkpointer = job(root)
@@ -376,7 +389,8 @@ def test_listeners_hear_of_the_attempt_and_of_every_commit(root: str) -> None:
     with job(root, listeners=[listener]) as checkpointer:
         parent = checkpointer.restore(blanked(small_state())).save_id
         result = checkpointer.save(small_state(), iteration=20, metrics={"loss": 1.0})
-    (first, attempt), (second, event), (third, _) = listener.events
+    (_, older), (first, attempt), (second, event), (third, _) = listener.events
+    assert older.manifest.begin.iteration == 10, "nobody had listened when it was committed"
     assert (first, second, third) == ("attempt", "commit", "close")
     assert (attempt.attempt, attempt.resumed_from, attempt.run) == (2, parent, "run")
     assert (event.url, event.root_url, event.root_id) == (result.url, root, attempt.root_id)

@@ -198,6 +198,17 @@ def test_a_start_does_not_read_every_old_checkpoint_again(tmp_path: Path) -> Non
     assert rolled.call_count == settling.COMPARED_AT_START
 
 
+def test_what_a_killed_trainer_told_nobody_is_told_at_the_next_start(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for iterations in ([1, 2], [3, 4], []):  # the last attempt came to no save
+        job = Checkpointer(root, run="r")  # listened to by nobody
+        for iteration in iterations:
+            job.save({"model": {"w": torch.ones(1)}}, iteration=iteration)
+    listener = Listener()
+    Checkpointer(root, run="r", listeners=[listener])
+    assert listener.commits == [(2, 3), (2, 4)]
+
+
 def test_w5_an_old_checkpoint_whose_exports_were_not_finished_is_finished_at_the_next_start(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     job = Checkpointer(root, run="run")

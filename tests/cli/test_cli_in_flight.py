@@ -111,3 +111,20 @@ def test_a_storage_that_cannot_be_read_costs_a_note_and_not_the_list(
     assert ended.code == 0
     assert len(ended.lines) == 2
     assert f"{training.root}: " in ended.err
+
+
+def test_what_was_committed_and_not_recorded_does_not_vanish(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
+    record(training, catalog, 1)
+    training.attempt(7)
+    ended = ckpt("ls", RUN)
+    assert ended.lines[-1].split()[:7] == ["7", "2", "persistent", "finalized", "(not", "recorded)", "unverified"]
+    assert f"scan {training.root} --adopt" in ended.err
+    first, second = ckpt("ls", RUN, "-o", "json").json
+    assert (first["recorded"], second["recorded"]) == (True, False)
+    assert (second["iteration"], second["bytes"], second["url"]) == (7, None, str(training.directory(7)))
+    assert [row["iteration"] for row in ckpt("ls", "--state", "writing", "-o", "json").json] == []
+    assert [row["iteration"] for row in ckpt("ls", "--state", "finalized", "-o", "json").json] == [1, 7]
+    assert len(ckpt("ls", "--catalog-only").lines) == 2
+    record(training, catalog, 8)  # the next attempt of the run
+    assert all(row["recorded"] for row in ckpt("ls", RUN, "-o", "json").json)
+    assert [row["iteration"] for row in ckpt("ls", RUN, "-o", "json").json] == [1, 7, 8]

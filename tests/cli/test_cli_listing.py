@@ -55,6 +55,7 @@ def test_the_json_form_has_every_field_with_utc_times_and_bytes(
         "written": None,
         "silent_seconds": None,
         "overdue": False,
+        "recorded": True,
     }
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", listed["saved_at"])
 
