@@ -626,7 +626,9 @@ class Checkpointer:
 
     def _open_local(self, options: LocalOptions, settle_wait: float) -> LocalTier:
         world = World(self._identity.root_id, self._group.world_size, self.topology)
-        pieces = Pieces(options.root, world, self._group.rank, self.attempt, self._on_event)
+        known = lead(self._group, "attempts", lambda: roots.read_attempts(self._storage, self._root))
+        attempts = {each.number: each.attempt_id for each in known}
+        pieces = Pieces(options.root, self.root, world, self._group.rank, self.attempt, attempts, self._on_event)
         agree(self._group, "local", lambda: pieces.take_over(self.run, settle_wait))
         return LocalTier(options, world, pieces, self.attempt, lambda: roots.newest_attempt(self._storage, self._root))
 

@@ -1,6 +1,6 @@
 """One rank's local checkpoints on its own host: what is there, taking it over, reading it back, giving it up.
 
-    <local root>/<root id>/rank_00003/           one rank of one run
+    <local root>/<root id>-<digest>/rank_00003/  one rank of one run; digest of the root's URL: a copy has another
         iter_0000100/                            a complete checkpoint of a world of one, as any other
         .ckpt/owner.json                         the attempt that uses this directory
         .ckpt/suspect/<save_id>                  what was found when that piece was read
@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ckptlib import commit, records, removal, roots, settling
 from ckptlib import storage as st
@@ -25,7 +26,7 @@ from ckptlib.beats import this_machine
 from ckptlib.errors import CkptError, RecordError, StorageError
 from ckptlib.events import Notice, NoticeHandler, emit
 from ckptlib.local_sets import Held, Known, SetId, World
-from ckptlib.manifest import Piece
+from ckptlib.manifest import Begin, Piece
 
 log = logging.getLogger("ckptlib")
 
@@ -33,22 +34,40 @@ OWNER, SUSPECT = "owner.json", "suspect"
 _RANK = re.compile(r"rank_(\d{5,})")
 
 
+def run_directory(root: str, root_id: str, run_url: str) -> str:
+    """Where a run's pieces are on a host. A copy of a run has its root id too, but not its URL."""
+    return st.join(os.path.normpath(root), f"{root_id}-{hashlib.sha256(run_url.encode()).hexdigest()[:8]}")
+
+
 class Pieces:
     """A rank's directory, in one attempt.
 
     Args:
         root: the local root on this host.
+        run_url: the run's root.
         attempt: number of this attempt.
+        attempts: the attempts that the run's root knows, number to id. Pieces of any other are of another job, whose
+            root this one was copied from or that has the same URL elsewhere: they are neither used nor touched.
     """
 
-    def __init__(self, root: str, world: World, rank: int, attempt: int, on_event: NoticeHandler | None) -> None:
+    def __init__(
+        self,
+        root: str,
+        run_url: str,
+        world: World,
+        rank: int,
+        attempt: int,
+        attempts: Mapping[int, str],
+        on_event: NoticeHandler | None,
+    ) -> None:
         self.storage = st.PosixStorage()
         self._root = root
         self._world = world
         self._rank = rank
         self._attempt = attempt
+        self._attempts = attempts
         self._on_event = on_event
-        self._run_directory = st.join(os.path.normpath(root), world.root_id)
+        self._run_directory = run_directory(root, world.root_id, run_url)
         self._directory = st.join(self._run_directory, f"rank_{rank:05d}")
         self._swept = False
 
@@ -87,12 +106,16 @@ class Pieces:
                 f"local root {self._root}: rank {self._rank} cannot write there: {error}. Each rank needs a directory "
                 "of its host that it may make and write to.",
             ) from error
-        settling.settle(self.storage, self._directory, self._attempt, wait=settle_wait)
+        settling.settle(self.storage, self._directory, self._attempt, wait=settle_wait, takes=self._is_ours)
         for found in roots.scan(self.storage, self._directory).found:
             unfinished = found.state in ("aborted", "undecided") and found.order[0] < self._attempt
-            if unfinished and found.save is not None:
+            if unfinished and found.save is not None and self._is_ours(found.save.begin):
                 removal.remove_all(self.storage, [(found.path, found.save.save_id)])
                 self._tell("local_leftover_removed", f"{found.url}: save {found.save.save_id}: {found.reason}")
+
+    def _is_ours(self, begin: Begin | None) -> bool:
+        """Whether a piece is of this job, as far as its records say."""
+        return begin is None or self._attempts.get(begin.attempt) == begin.attempt_id
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
@@ -106,6 +129,8 @@ class Pieces:
         for found in roots.scan(self.storage, directory).found:
             begin = None if found.save is None else found.save.begin
             if begin is None or begin.piece is None or begin.piece.root_id != self._world.root_id:
+                continue
+            if not self._is_ours(begin):
                 continue
             pending = found.state == "undecided" and begin.attempt == self._attempt
             damage = ""

@@ -217,6 +217,18 @@ def newest_attempt(storage: st.Storage, root: str) -> int:
     return max(_attempt_numbers(storage, root), default=0)
 
 
+def read_attempts(storage: st.Storage, root: str) -> list[AttemptRecord]:
+    """The attempts that have begun, by number. Damaged records are logged and left out."""
+    attempts: list[AttemptRecord] = []
+    for number in sorted(_attempt_numbers(storage, root)):
+        where = _attempt_path(root, number)
+        try:
+            attempts.append(AttemptRecord.decode(storage.get(where), storage.url(where)))
+        except IntegrityError as error:
+            log.warning("attempt %d: %s", number, error)
+    return attempts
+
+
 def _attempt_numbers(storage: st.Storage, root: str) -> list[int]:
     names = (entry.name for entry in storage.list(st.join(root, commit.CONTROL, "attempts")))
     return [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
@@ -253,13 +265,7 @@ def scan(storage: st.Storage, root: str) -> RootScan:
             found.extend(here)
         else:
             unmanaged.append(name)
-    attempts: list[AttemptRecord] = []
-    for number in sorted(_attempt_numbers(storage, root)):
-        where = _attempt_path(root, number)
-        try:
-            attempts.append(AttemptRecord.decode(storage.get(where), storage.url(where)))
-        except IntegrityError as error:
-            log.warning("attempt %d: %s", number, error)
+    attempts = read_attempts(storage, root)
     return RootScan(read_identity(storage, root), tuple(attempts), tuple(found), tuple(unmanaged))
 
 

@@ -72,6 +72,7 @@ def settle(
     wait: float = 0.0,
     on_wait: Callable[[Waiting], None] = lambda waiting: None,
     on_standing: Callable[[Found], None] = lambda found: None,
+    takes: Callable[[Begin | None], bool] = lambda begin: True,
 ) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
@@ -84,6 +85,7 @@ def settle(
         on_wait: told when it begins to wait, and then every `TOLD_EVERY` seconds.
         on_standing: told, oldest first, what was committed now, and what stands of the newest attempt that committed
             anything, the newest `COMPARED_AT_START` at most: it may have been killed before telling anybody.
+        takes: whose saves to look at, by their begin record; None: it has none.
 
     Returns:
         What was done.
@@ -92,7 +94,7 @@ def settle(
     deadline = time.monotonic() + wait
     for found in scan(storage, root).found:
         save = found.save
-        if save is None:
+        if save is None or not takes(save.begin):
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
             if _tidied(found.url, lambda: remove_save(storage, found.path, save.save_id)):  # noqa: B023 - called here
@@ -103,7 +105,8 @@ def settle(
         if found.state == "undecided":
             decision = _decide(storage, found, save.begin, attempt, deadline, on_wait)
             done.append(Settled(found, save.save_id, decision))
-    committed = sorted((found for found in scan(storage, root).found if found.state == "committed"), key=_newest_first)
+    standing = (found for found in scan(storage, root).found if found.state == "committed")
+    committed = sorted((each for each in standing if each.save is None or takes(each.save.begin)), key=_newest_first)
     for i, found in enumerate(committed):
         # A roll-forward removes the records of its save last. Only the newest can also have been spoilt by a process
         # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.

@@ -35,10 +35,10 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import Notice
-from ckptlib.local_pieces import Pieces
+from ckptlib.local_pieces import Pieces, run_directory
 from ckptlib.storage import PosixStorage
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.roots import Crash, files_of, note, noted
+from tests.support.roots import Crash, crash_at, files_of, note, noted
 from tests.support.workers import marked_workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -95,7 +95,15 @@ def save(checkpointer: Checkpointer, *iterations: int, rank: int = 0, kind: Any 
 def rank_directory(root: str, shm: str, rank: int = 0) -> Path:
     identity = roots.read_identity(PosixStorage(), root)
     assert identity is not None
-    return Path(shm, identity.root_id, f"rank_{rank:05d}")
+    return Path(run_directory(shm, identity.root_id, root), f"rank_{rank:05d}")
+
+
+def copy_run(trained: tuple[str, str, Any], root: str, shm: str) -> None:
+    """The run elsewhere, with its pieces, as if it had always been there."""
+    shutil.copytree(trained[0], root)
+    shutil.copytree(trained[1], shm)
+    here = rank_directory(root, shm).parent
+    os.rename(Path(shm, rank_directory(*trained[:2]).parent.name), here)
 
 
 def pieces(root: str, shm: str, rank: int = 0) -> list[int]:
@@ -278,8 +286,7 @@ def resumed(
     base = tempfile.mkdtemp(prefix="ckptlib-test-", dir="/dev/shm")
     try:
         for name, case in CASES.items():
-            shutil.copytree(trained[0], f"{base}/{name}/run")
-            shutil.copytree(trained[1], f"{base}/{name}/local")
+            copy_run(trained, f"{base}/{name}/run", f"{base}/{name}/local")
             case.spoil(f"{base}/{name}/run", f"{base}/{name}/local")
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
         for world in (3, 2):
@@ -331,8 +338,7 @@ def test_every_rank_gets_its_own_piece_back_with_all_that_was_saved_beside_it(
 def test_r4_what_one_rank_refuses_changes_nothing_on_any(
     trained: tuple[str, str, list[list[float]]], tmp_path: Path
 ) -> None:
-    for at, name in enumerate(("run", "local")):
-        shutil.copytree(trained[at], tmp_path / name)
+    copy_run(trained, str(tmp_path / "run"), str(tmp_path / "local"))
     for text in run_ranks(3, restore_where_one_does_not_fit, str(tmp_path / "run"), str(tmp_path / "local")):
         assert "model.w" in text
 
@@ -430,8 +436,7 @@ def test_what_ranks_that_are_not_here_any_more_left_goes_when_a_newer_set_is_com
 ) -> None:
     """The ramdisk of a host is not lost to ranks that have moved, or that there are no more of."""
     root, kept = str(tmp_path / "run"), str(tmp_path / "local")
-    shutil.copytree(trained[0], root)
-    shutil.copytree(trained[1], kept)
+    copy_run(trained, root, kept)
     Path(kept, "somebody else").mkdir()
     Path(kept, "somebody else", "rank_00002").write_text("theirs")
     run_ranks(2, shrink, root, kept)
@@ -590,6 +595,44 @@ def test_w9_saving_an_iteration_twice_needs_leave_and_the_older_piece_stays_unti
     left = commit.list_saves(PosixStorage(), str(rank_directory(root, shm) / "iter_0000010"))
     assert [each.save_id for each in left if each.committed] == [saves[1].save_id]
     assert job(root, shm).restore(state(), at=10).save_id == saves[1].save_id
+
+
+def test_a_copy_of_a_run_does_not_resume_from_the_pieces_of_the_original(root: str, shm: str) -> None:
+    save(job(root, shm), 100, kind="persistent")
+    shutil.copytree(root, f"{root}-copy")
+    original = job(root, shm)
+    original.restore(state())
+    save(original, 200)
+    before = files_of(str(rank_directory(root, shm)))
+    copied = job(f"{root}-copy", shm)
+    assert copied.restore(state()).iteration == 100
+    save(copied, 110, 120)
+    assert files_of(str(rank_directory(root, shm))) == before
+    assert job(root, shm).restore(state()).iteration == 200
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_pieces_of_attempts_that_the_root_does_not_know_are_neither_used_nor_touched(
+    root: str, shm: str, unfinished: bool
+) -> None:
+    """Two roots of one URL, one copied from the other: containers on a host that share its memory."""
+    save(job(root, shm), 100, kind="persistent")
+    shutil.copytree(root, f"{root}-copy")
+    original = job(root, shm)
+    save(original, 200)
+    with crash_at(commit, "try_commit") if unfinished else contextlib.nullcontext():
+        save(original, 300)
+    there = rank_directory(root, shm)
+    before = {path: files_of(str(there / path)) for path in os.listdir(there) if path.startswith("iter_")}
+    assert set(before) == {"iter_0000200", "iter_0000300"}
+    shutil.rmtree(root)
+    shutil.copytree(f"{root}-copy", root)
+    for _ in range(2):
+        copied = job(root, shm)
+        assert copied.restore(state()).iteration in (100, 330)
+        save(copied, 310, 320, 330)
+    assert {path: files_of(str(there / path)) for path in before} == before
+    assert 310 not in pieces(root, shm)
 
 
 def test_w8_an_older_attempt_saves_no_more_pieces(root: str, shm: str) -> None:
