@@ -368,8 +368,8 @@ def test_wrong_tilings_are_refused_before_any_byte(free: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"semantic_type": "LOCAL"},
-        {"semantic_type": "LEGACY", "format": "torch"},
+        {"semantic_type": "PARTIAL"},
+        {"semantic_type": "LEGACY", "format": "torch_dist"},
         {"format": "safetensors"},
         {"io_mode": "async"},
         {"kind": "daily"},
