@@ -31,8 +31,8 @@ _EXPORTS = (
     exported.METADATA,
     exported.INTEGRITY,
     exported.COMMON,
-    exported.CHECKPOINT,
 )
+"""In the order in which they go, beside those of LEGACY and `exported.CHECKPOINT`."""
 
 
 def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
@@ -45,15 +45,35 @@ def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
     if not save.tombstoned:
         storage.put(st.join(path, commit.CONTROL, commit.TOMBSTONES, save_id), b"")
     if commit.current_save(storage, path) is None:
-        manifest = _manifest(storage, path, save_id)
-        others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
-        storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
-        storage.remove(exports.leftovers(storage, path, (*_EXPORTS, *others)))
-        storage.remove([st.parent(st.join(path, name)) for name in others])
+        _remove_exports(storage, path, save_id)
     names = [entry.name for entry in storage.list(path) if f".{save_id}." in entry.name]  # W1: also of an aborted one
     storage.remove([st.join(path, name) for name in names])
     exports.bury(storage, path, save_id)
     remove_if_empty(storage, path)
+
+
+def _remove_exports(storage: st.Storage, path: str, save_id: str) -> None:
+    """Removes the exports, if they are of this save: of a removal that was cut short they may be of who came since.
+
+    ``checkpoint.json`` says whose they are: it is written before the others (W5) and goes after them. Where it is
+    damaged, nobody but this save can have written it.
+    """
+    where = st.join(path, exported.CHECKPOINT)
+    data = commit.get_or_none(storage, where)
+    manifest = _manifest(storage, path, save_id)
+    try:
+        of = None if data is None else Manifest.decode(data, storage.url(where))
+    except IntegrityError:
+        of = manifest
+    ours = data is not None and (of is None or of.begin.save_id == save_id)
+    manifest = of if ours else manifest
+    others = () if manifest is None else [name for name in manifest.exports if name not in _EXPORTS]
+    if ours:
+        storage.remove([st.join(path, name) for name in (*_EXPORTS, *others)])
+    storage.remove(exports.leftovers(storage, path, (exported.CHECKPOINT, *_EXPORTS, *others)))
+    storage.remove([st.parent(st.join(path, name)) for name in others])
+    if ours:
+        storage.remove([where])
 
 
 def _manifest(storage: st.Storage, path: str, save_id: str) -> Manifest | None:

@@ -131,6 +131,28 @@ def test_a_crash_at_any_moment_of_a_removal_leaves_no_half_checkpoint_and_the_ne
     assert_same(state, small_state(20.0))
 
 
+@pytest.mark.parametrize("calls", [0, 4])
+def test_finishing_a_removal_that_was_cut_short_takes_nothing_of_what_another_tool_has_written_since(
+    tmp_path: Path, calls: int
+) -> None:
+    """D3: exports have the names of a format, so another tool's checkpoint of the same iteration has them too."""
+    root, other = str(tmp_path / "run"), str(tmp_path / "other")
+    save(job(root), 10)
+    here = Path(root, "non_persistent", "iter_0000010")
+    (old,) = commit.list_saves(PosixStorage(), str(here))
+    with _removing_until(calls), pytest.raises(Crash):
+        removal.remove_save(PosixStorage(), str(here), old.save_id)
+    ckptlib.save(small_state(7.0), other, iteration=10)
+    theirs = {name: data for name, data in files_of(other).items() if name[0] != "_" and not name.startswith(".ckpt/")}
+    del theirs["checkpoint.json"]  # ours alone
+    for name, data in theirs.items():
+        (here / name).write_bytes(data)
+    (here / "checkpoint.json").unlink(missing_ok=True)  # as a tool that begins with an empty directory
+    assert {".metadata", "metadata.json", "common.pt"} <= set(theirs)
+    job(root)
+    assert {name: data for name, data in files_of(here).items() if not name.startswith(".ckpt/")} == theirs
+
+
 def test_a_removal_that_never_began_is_made_up_for_at_the_next_start(root: str) -> None:
     with not_removing():
         save(job(root), 10, 20)
