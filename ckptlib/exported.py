@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ckptlib.layouts import legacy
+from ckptlib.layouts import legacy, own_names
+from ckptlib.layouts.own_names import own_file_name
 from ckptlib.manifest import Begin, FileEntry, Format
 from ckptlib.topology import Topology
 
@@ -22,18 +23,10 @@ MARKER_BYTES = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_ver
 """Exactly what Megatron-Core writes: one line, no newline."""
 
 
-def own_file_name(rank: int, save_id: str) -> str:
-    """``__<rank>_0.<save_id>.pt``: the file of a rank's own state (LOCAL, LEGACY)."""
-    return f"__{rank}_0.{save_id}.pt"
-
-
 def own_files(begin: Begin) -> list[str]:
     """The files of whole state dicts that a save must have."""
-    if begin.semantic_type == "LOCAL":
-        return [own_file_name(rank, begin.save_id) for rank in range(begin.world_size)]
-    if begin.semantic_type == "LEGACY":
-        return [own_file_name(rank, begin.save_id) for rank in legacy.writers(topology_of(begin)).values()]
-    return []
+    ranks = own_names.ranks(begin.semantic_type, topology_of(begin), begin.world_size)
+    return [own_file_name(rank, begin.save_id) for rank in ranks]
 
 
 def has_metadata(format: Format) -> bool:

@@ -7,13 +7,14 @@ decides the same save writes the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ckptlib import records
-from ckptlib.errors import RecordError, StateError
+from ckptlib.errors import RecordError, StateError, UnsupportedError
 from ckptlib.figures import Figures, Times
+from ckptlib.layouts import own_names
 from ckptlib.topology import Topology
 
 Kind = Literal["persistent", "non_persistent_global", "non_persistent_local", "release"]
@@ -313,6 +314,31 @@ class Manifest:
         """The files with this role."""
         return tuple(entry for entry in self.files if entry.role == role)
 
+    def _check_own_files(self, where: str) -> None:
+        """Of whole state dicts: the ranks that a topology says wrote one are those whose file is named (W3).
+
+        Numbers first: a manifest that speaks of ten million ranks must not keep anyone busy.
+        """
+        begin = self.begin
+        if begin.format != "torch" and begin.semantic_type not in ("LOCAL", "LEGACY"):
+            return
+        topology = begin.topology or Topology(dp=begin.world_size)
+        named = {entry.path for entry in self.files_of("data")}
+        count = own_names.count(begin.semantic_type, topology, begin.world_size)
+        if topology.world_size != begin.world_size or count != len(named):
+            raise RecordError(
+                f"{where}: {begin.semantic_type} of {begin.world_size} ranks, topology {topology}: {count} files of "
+                f"whole state dicts are expected, and {len(named)} are named"
+            )
+        try:
+            ranks = own_names.ranks(begin.semantic_type, topology, begin.world_size)
+        except UnsupportedError as error:
+            raise RecordError(f"{where}: {error}") from error
+        for rank in ranks:
+            name = own_names.own_file_name(rank, begin.save_id)
+            if name not in named:
+                raise RecordError(f"{where}: the file of rank {rank}, {name}, is not named")
+
     def encode(self) -> bytes:
         """Bytes of ``manifest.json`` and, the same, of ``checkpoint.json``."""
         return records.encode(
@@ -333,7 +359,7 @@ class Manifest:
         value = records.decode("manifest", data, where)
         begin = Begin.from_json(value, where)
         try:
-            return cls(
+            manifest = cls(
                 begin=begin,
                 files=tuple(FileEntry.from_json(entry, where) for entry in value["files"]),
                 exports={name: (entry[0], entry[1]) for name, entry in value["exports"].items()},
@@ -341,6 +367,8 @@ class Manifest:
                 objects=value["objects"],
                 figures=None if value.get("figures") is None else Figures.from_json(value["figures"]),
             )
+            manifest._check_own_files(where)
+            return manifest
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise RecordError(f"{where}: member missing or of the wrong type: {error!r}") from error
 
@@ -395,8 +423,3 @@ class Decision:
             )
         except KeyError as error:
             raise RecordError(f"{where}: member {error} is missing") from error
-
-
-def paths_of(files: Sequence[FileEntry]) -> tuple[str, ...]:
-    """The paths of these files, in order."""
-    return tuple(entry.path for entry in files)

@@ -21,6 +21,7 @@ from ckptlib.errors import (
 from ckptlib.exchange import Exchange
 from ckptlib.layouts import legacy
 from ckptlib.layouts.filling import Filling
+from ckptlib.layouts.own_names import own_file_name
 from ckptlib.load_options import LoadOptions
 from ckptlib.loading import LoadReport, Prepared, Request, prepare_load, verify_first
 from ckptlib.manifest import Begin
@@ -93,7 +94,7 @@ class OwnStored:
         self.source = source
         self.begin = source.manifest.begin
         self.writer = writer_of(self.begin, place, source.url)
-        name = exported.own_file_name(self.writer, self.begin.save_id)
+        name = own_file_name(self.writer, self.begin.save_id)
         sizes = {entry.path: entry.size for entry in source.manifest.files}
         self._file = TorchFile(source.storage, st.join(source.path, name), sizes[name])
         self.where = self._file.where

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ckptlib import storage as st
 from ckptlib.errors import StateError
-from ckptlib.exported import own_file_name
+from ckptlib.layouts.own_names import own_file_name
 from ckptlib.layouts.own_state import capture
 from ckptlib.manifest import FileEntry
 from ckptlib.packing import Package

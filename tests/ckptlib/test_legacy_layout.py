@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,28 @@ def test_every_place_has_exactly_one_writer_among_the_ranks_that_megatron_lets_w
         or topology.expert_coordinates(rank).dp == 0
     }
     assert writing == set(found.values())
+
+
+def test_who_writes_follows_from_few_ranks_however_many_there_are() -> None:
+    every = 0
+    for tp, cp, dp, ep, etp, pp in itertools.product((1, 2, 4), (1, 2), (1, 3, 4), (1, 2, 4), (1, 2, 3), (1, 2)):
+        if tp * cp * dp % (ep * etp):
+            continue
+        topology = Topology(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, pp=pp)
+        places: dict[str, list[int]] = {}
+        for rank in range(topology.world_size):
+            at = topology.coordinates(rank)
+            writes = (at.dp == 0 and at.cp == 0) or topology.expert_coordinates(rank).dp == 0
+            places.setdefault(legacy.place_name(topology, rank), []).extend([rank] if writes else [])
+        if all(len(ranks) == 1 for ranks in places.values()):
+            assert legacy.writers(topology) == {name: ranks[0] for name, ranks in places.items()}
+            assert legacy.writer_count(topology) == len(places)
+            every += 1
+        else:
+            with pytest.raises(UnsupportedError):
+                legacy.writers(topology)
+    assert every > 50
+    assert legacy.writers(Topology(tp=2, dp=10**9)) == {"mp_rank_00": 0, "mp_rank_01": 1}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ckptlib import records
 from ckptlib.errors import IntegrityError, RecordError, StateError, VersionError
 from ckptlib.figures import Figures, Times
 from ckptlib.index import ItemIndex
-from ckptlib.manifest import KINDS, Begin, Decision, FileEntry, Manifest, RankRecord, paths_of
+from ckptlib.manifest import KINDS, Begin, Decision, FileEntry, Manifest, RankRecord
 from ckptlib.topology import Topology
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -165,7 +165,49 @@ def test_the_size_of_a_save_is_that_of_its_own_files() -> None:
     files = (FileEntry("a", 10, "0" * 64), FileEntry("b", 5, "1" * 64, "index"))
     manifest = Manifest(BEGIN, files, {".metadata": (99, "0" * 64)})
     assert manifest.size == 15
-    assert paths_of(manifest.files_of("index")) == ("b",)
+    assert manifest.files_of("index") == (files[1],)
+
+
+def own_files_of(*ranks: int) -> tuple[FileEntry, ...]:
+    return tuple(FileEntry(f"__{rank}_0.{BEGIN.save_id}.pt", 1, "0" * 64) for rank in ranks)
+
+
+WHOLE = dataclasses.replace(BEGIN, semantic_type="LOCAL", format="torch", world_size=2, topology=None)
+PLACES = dataclasses.replace(WHOLE, semantic_type="LEGACY", world_size=4, topology=Topology(tp=2, dp=2))
+
+
+@pytest.mark.parametrize(
+    ("begin", "ranks"),
+    [(WHOLE, (0, 1)), (PLACES, (0, 1)), (dataclasses.replace(WHOLE, semantic_type="LEGACY"), (0,))],
+    ids=["LOCAL", "LEGACY", "LEGACY without topology"],
+)
+def test_a_manifest_of_whole_state_dicts_names_the_file_of_each_rank_that_wrote(
+    begin: Begin, ranks: tuple[int, ...]
+) -> None:
+    manifest = Manifest(begin, own_files_of(*ranks), {})
+    assert Manifest.decode(manifest.encode(), "m") == manifest
+    for wrong in (ranks[1:], (*ranks, 3), (*ranks[1:], 3)):
+        with pytest.raises(RecordError, match=r"m: .*(is not named|are expected, and)"):
+            Manifest.decode(dataclasses.replace(manifest, files=own_files_of(*wrong)).encode(), "m")
+
+
+@pytest.mark.parametrize(
+    ("semantic_type", "topology"),
+    [
+        ("LOCAL", None),
+        ("LEGACY", Topology(tp=10**7)),
+        ("LEGACY", Topology(etp=10**7, dp=10**7)),
+        ("LEGACY", Topology()),
+    ],
+)
+def test_a_manifest_that_speaks_of_ten_million_ranks_is_refused_at_once(
+    semantic_type: Any, topology: Topology | None
+) -> None:
+    begin = dataclasses.replace(WHOLE, semantic_type=semantic_type, world_size=10**7, topology=topology)
+    with pytest.raises(RecordError, match=r"m: .* of 10000000 ranks"):
+        Manifest.decode(Manifest(begin, own_files_of(0), {}).encode(), "m")
+    plain = dataclasses.replace(begin, semantic_type="LEGACY", topology=Topology(dp=10**7))  # one file is right then
+    assert Manifest.decode(Manifest(plain, own_files_of(0), {}).encode(), "m").begin == plain
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", ".", 3])
