@@ -325,7 +325,13 @@ def content_names(state: Mapping[str, Any]) -> set[str]:
     """What a state holds: the names of its parts, and for a torch object its kind, whatever its name.
 
     A resume asks for a checkpoint with ``model`` and ``optimizer``; a trainer may call its optimizer ``adam``.
+
+    Raises:
+        StateError: a name at the top is no string.
     """
+    for name in state:
+        if not isinstance(name, str):
+            raise StateError(f"state: the name {name!r} is a {type(name).__name__}, expected a string: {str(name)!r}")
     kinds: dict[str, tuple[type, ...]] = {
         "model": (torch.nn.Module, ModelParts),
         "optimizer": (torch.optim.Optimizer, OptimizerParts),

@@ -114,11 +114,12 @@ class Filling:
 
     def _sequence(self, path: Path, target: list[Any] | tuple[Any, ...], stored: Any, assign: Assign) -> None:
         found = self._expect(path, stored, list | tuple)
-        if len(found) != len(target):
-            raise StateError(f"{dotted(path)}: {self.where} holds {len(found)} entries, the state has {len(target)}")
+        kept = [i for i, value in enumerate(target) if not isinstance(value, LocalNonpersistentObject)]
+        if len(found) != len(kept):
+            raise StateError(f"{dotted(path)}: {self.where} holds {len(found)} entries, the state has {len(kept)}")
         items = target if isinstance(target, list) else [*target]
-        for i, (value, item) in enumerate(zip(target, found, strict=True)):
-            self._visit((*path, i), value, item, _item(items, i))
+        for i, item in zip(kept, found, strict=True):
+            self._visit((*path, i), target[i], item, _item(items, i))
         if isinstance(target, tuple):
             self.values.append((dotted(path), lambda: put_tuple(target, items, assign)))
 
@@ -194,7 +195,7 @@ def _is_moment_of(shape: torch.Size, parameter: torch.Size) -> bool:
 def _holds_parts(value: Any) -> bool:
     """Whether a list has anything in it that is filled rather than replaced."""
     match value:
-        case torch.Tensor() | OptimizerParts() | Mapping():
+        case torch.Tensor() | OptimizerParts() | Mapping() | LocalNonpersistentObject():
             return True
         case list() | tuple():
             return any(map(_holds_parts, value))

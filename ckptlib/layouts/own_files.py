@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from ckptlib import storage as st
 from ckptlib.errors import StateError
 from ckptlib.layouts.own_names import own_file_name
-from ckptlib.layouts.own_state import capture
+from ckptlib.layouts.own_state import OwnState, capture
 from ckptlib.manifest import FileEntry
 from ckptlib.packing import Package
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
 from ckptlib.planning import Share
-from ckptlib.state import TensorLeaf, leaf_bytes
+from ckptlib.state import Path, TensorLeaf, dotted, leaf_bytes
 from ckptlib.torch_file import Skeleton, skeleton
 from ckptlib.writer import RankFiles, in_turn
 
@@ -92,10 +94,33 @@ def own_content(tree: Mapping[str, Any] | None) -> OwnContent:
     if tree is None:
         return OwnContent(OwnFile((), nothing))
     own = capture(tree)
-    form, order = skeleton(own.tree, "state")
-    unknown = [storage for storage in order if storage not in own.tensors]
-    if unknown:
-        raise StateError(
-            "state: a tensor lies inside an object that is no dict, list or tuple. Turn that object into one of these."
-        )
+    try:
+        form, order = _skeleton(own, own.tree, "state")
+    except StateError:
+        for path, value in _values((), own.tree):
+            _skeleton(own, value, dotted(path))  # the first that cannot be saved is what the caller must know
+        raise
     return OwnContent(OwnFile(tuple(own.tensors[storage] for storage in order), nothing, form), own.parts)
+
+
+def _skeleton(own: OwnState, value: Any, where: str) -> tuple[Skeleton, list[int]]:
+    form, order = skeleton(value, where)
+    if any(storage not in own.tensors for storage in order):
+        raise StateError(
+            f"{where}: a tensor lies inside an object that is no dict, list or tuple. Turn that object into one of "
+            "these."
+        )
+    return form, order
+
+
+def _values(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """What is neither a container nor a tensor, and the keys of dicts."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield (*path, name), name
+            yield from _values((*path, name), inner)
+    elif type(value) in (list, tuple):
+        for i, inner in enumerate(value):
+            yield from _values((*path, i), inner)
+    elif not isinstance(value, torch.Tensor):
+        yield path, value

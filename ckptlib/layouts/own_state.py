@@ -111,8 +111,8 @@ class _Walker:
             kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
             return kind((name, self.visit((*path, name), inner)) for name, inner in _items(path, value))
         if type(value) in (list, tuple):
-            kept = (inner for inner in value if not isinstance(inner, LocalNonpersistentObject))
-            return type(value)(self.visit((*path, i), inner) for i, inner in enumerate(kept))
+            kept = ((i, inner) for i, inner in enumerate(value) if not isinstance(inner, LocalNonpersistentObject))
+            return type(value)(self.visit((*path, i), inner) for i, inner in kept)
         again = plain(path, value)
         return value if again is value else self.visit(path, again)
 

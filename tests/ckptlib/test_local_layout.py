@@ -6,13 +6,13 @@ import argparse
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, Topology
+from ckptlib import Checkpointer, LocalNonpersistentObject, Topology
 from ckptlib.async_options import AsyncOptions
 from ckptlib.errors import (
     CkptError,
@@ -237,6 +237,27 @@ def test_what_does_not_fit_changes_nothing(root: Path) -> None:
     assert (report.unexpected, a.tolist()) == (["b"], [1, 1])
 
 
+def test_what_is_of_this_process_alone_stays_where_it_stands(root: Path) -> None:
+    def state(fill: float) -> dict[str, Any]:
+        mine = LocalNonpersistentObject(fill)
+        return {
+            "list": [mine, torch.full((2,), fill), mine, {"x": fill}],
+            "tuple": (mine, fill),
+            "plain": [mine, fill],
+            "alone": [mine],
+            "dict": {"mine": mine, "x": fill},
+        }
+
+    ckptlib.save(state(1.0), str(root), iteration=1, semantic_type="LOCAL")
+    target = state(7.0)
+    ckptlib.load(target, str(root))
+    values = {name: [x.obj if isinstance(x, LocalNonpersistentObject) else x for x in target[name]] for name in target}
+    assert values["list"][1].tolist() == [1, 1]
+    assert (values["list"][0], values["list"][2:]) == (7, [7, {"x": 1}])
+    assert (values["tuple"], values["plain"], values["alone"]) == ([7, 1], [7, 1], [7])
+    assert (target["dict"]["mine"].obj, target["dict"]["x"]) == (7, 1)
+
+
 def trained(size: int, make: Callable[..., torch.optim.Optimizer], *, steps: int) -> dict[str, Any]:
     model = torch.nn.Linear(size, 3)
     optimizer = make(model.parameters())
@@ -325,3 +346,36 @@ def test_a_tensor_inside_an_opaque_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError):
         ckptlib.save({"bag": Bag()}, str(tmp_path / "c"), iteration=1, semantic_type="LOCAL")
     assert not (tmp_path / "c").exists()
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (Pair(torch.ones(2), 1), "cannot be saved"),
+        (argparse.Namespace(x=torch.ones(2)), "a tensor lies inside an object"),
+        (object(), "cannot be saved, because no reader would load it"),
+        (lambda: None, "cannot be saved"),
+        ({Pair(1, 2): 1}, "cannot be saved"),
+    ],
+    ids=["namedtuple", "opaque", "object", "function", "key"],
+)
+def test_what_cannot_be_saved_is_named_by_its_path(tmp_path: Path, value: Any, why: str) -> None:
+    state = {"fine": [1, {"a"}, torch.ones(3)], "deep": {"list": [0, value]}, "w": torch.ones(1)}
+    with pytest.raises(StateError, match=rf"^deep\.list\.1.*: {why}"):
+        ckptlib.save(state, str(tmp_path / "c"), iteration=1, semantic_type="LOCAL")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("semantic_type", ["LOCAL", "LEGACY", "GLOBAL", "TORCH_DCP"])
+def test_names_at_the_top_are_strings(root: Path, semantic_type: SemanticType) -> None:
+    state: Any = {1: torch.ones(2), "a": torch.ones(1)}
+    wrong = r"state: the name 1 is a int, expected a string: '1'"
+    with pytest.raises(StateError, match=wrong):
+        ckptlib.save(state, str(root / "bare"), iteration=1, semantic_type=semantic_type)
+    with Checkpointer(str(root), run="gpt", semantic_type=semantic_type) as job, pytest.raises(StateError, match=wrong):
+        job.save(state, iteration=1)
