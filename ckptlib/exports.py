@@ -27,10 +27,13 @@ class Export:
     data: bytes | None = None
     source: str = ""
 
-    def is_right(self, storage: st.Storage, path: str) -> bool:
-        """Whether it reads as it should."""
+    def is_right(self, storage: st.Storage, path: str, *, by_size: bool = False) -> bool:
+        """Whether it reads as it should. `by_size`: a copy of a data file is taken for one where it has its size."""
         if self.data is None:
-            return storage.same_content(st.join(path, self.source), st.join(path, self.name))
+            source, name = st.join(path, self.source), st.join(path, self.name)
+            if by_size:
+                return storage.stat(name) == storage.stat(source) is not None
+            return storage.same_content(source, name)
         return commit.get_or_none(storage, st.join(path, self.name)) == self.data
 
     def write(self, storage: st.Storage, path: str) -> None:
@@ -75,7 +78,7 @@ def export_plan(storage: st.Storage, path: str, save: commit.SaveState) -> list[
 
 
 def export_changes(
-    storage: st.Storage, path: str, exports: Sequence[Export], others: Collection[str] = ()
+    storage: st.Storage, path: str, exports: Sequence[Export], others: Collection[str] = (), *, by_size: bool = False
 ) -> tuple[list[str], list[str]]:
     """What a roll-forward has to change: names to write, and names to remove that a save of another format left.
 
@@ -84,8 +87,9 @@ def export_changes(
 
     Args:
         others: names that exports of other saves of this directory may have left.
+        by_size: see `Export.is_right`.
     """
-    stale = [export.name for export in reversed(exports) if not export.is_right(storage, path)]
+    stale = [export.name for export in reversed(exports) if not export.is_right(storage, path, by_size=by_size)]
     names = {export.name for export in exports}
     obsolete = [
         name
@@ -95,7 +99,7 @@ def export_changes(
     return stale, obsolete
 
 
-def roll_forward(storage: st.Storage, path: str) -> commit.SaveState | None:
+def roll_forward(storage: st.Storage, path: str, *, suspects_others: bool = True) -> commit.SaveState | None:
     """Makes the exports those of the current save (W5, W9), and removes its rank records. Idempotent.
 
     The format's marker (``metadata.json``; ``.metadata`` for torch_dcp) goes first and comes back last, so a foreign
@@ -104,19 +108,23 @@ def roll_forward(storage: st.Storage, path: str) -> commit.SaveState | None:
     ends before everything read back is right, not even a process that has been fenced: what it writes is what anyone
     would, and it must not leave its last write behind.
 
+    Args:
+        suspects_others: compare copies of data files byte for byte although a roll-forward was finished here, and no
+            process can have written another save's. False: by their sizes then.
+
     Returns:
         The current save, or None.
     """
     written: frozenset[str] = frozenset()
     while True:
-        save, right, names = _roll_forward_once(storage, path, written)
+        save, right, names = _roll_forward_once(storage, path, written, suspects_others)
         if right:
             return save
         written |= names
 
 
 def _roll_forward_once(
-    storage: st.Storage, path: str, written: Collection[str]
+    storage: st.Storage, path: str, written: Collection[str], suspects_others: bool
 ) -> tuple[commit.SaveState | None, bool, frozenset[str]]:
     """The current save, and whether its exports were found right; if not, they have been written as far as it went.
 
@@ -138,7 +146,8 @@ def _roll_forward_once(
             raise
         return save, False, frozenset()  # replaced and removed meanwhile
     names = frozenset(export.name for export in exports)
-    stale, obsolete = export_changes(storage, path, exports, others)
+    by_size = not (suspects_others or written or _may_be_of_others(storage, path, saves))
+    stale, obsolete = export_changes(storage, path, exports, others, by_size=by_size)
     if not stale and not obsolete:
         if written or has_records(storage, path, save.save_id):  # it was cut short before, perhaps
             storage.remove(leftovers(storage, path, names | others))
@@ -157,6 +166,18 @@ def _roll_forward_once(
             break
         export.write(storage, path)
     return save, False, names
+
+
+def _may_be_of_others(storage: st.Storage, path: str, saves: Sequence[commit.SaveState]) -> bool:
+    """Whether a name may have the content of another save, or of another tool, although its size is right.
+
+    While records are there, no roll-forward of the current save was finished: what a foreign checkpoint left may still
+    stand. After that only a process that was overtaken while exporting another save can have written, and of a save
+    that was ever committed here its records or its tombstone remain as long as the directory does.
+    """
+    if len(saves) > 1 or any(has_records(storage, path, save.save_id) for save in saves):
+        return True
+    return bool(storage.list(st.join(path, commit.CONTROL, commit.TOMBSTONES)))
 
 
 def _is_current(storage: st.Storage, path: str, save: commit.SaveState) -> bool:

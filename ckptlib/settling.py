@@ -111,7 +111,7 @@ def settle(
         # A roll-forward removes the records of its save last. Only the newest can also have been spoilt by a process
         # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.
         if i < COMPARED_AT_START or _is_unfinished(storage, found):
-            _tidied(found.url, lambda: exports.roll_forward(storage, found.path))  # noqa: B023 - called here
+            _tidied(found.url, lambda: _roll_forward(storage, found.path))  # noqa: B023 - called here
     now = {each.save_id for each in done if each.decision is not None and each.decision.outcome == "commit"}
     older = [found for found in committed if 0 < found.order[0] < attempt]
     newest = [found for found in older[:COMPARED_AT_START] if found.order[0] == older[0].order[0]]
@@ -174,6 +174,11 @@ def _wait_for_writers(
             on_wait(Waiting(found, begin.save_id, writing, in_flight, now - began))
         slowest = max((beat.interval for beat in writing.values()), default=0.0)
         time.sleep(min(max(slowest / 4, 0.05), MAX_PAUSE, max(deadline - now, 0.05)))
+
+
+def _roll_forward(storage: st.Storage, path: str) -> None:
+    """Without reading whole checkpoints where nobody can have spoilt a copy: a start would wait for that."""
+    exports.roll_forward(storage, path, suspects_others=False)
 
 
 def _newest_first(found: Found) -> tuple[int, int, str]:

@@ -286,6 +286,51 @@ def test_without_hard_links_the_files_are_copied(tmp_path: Path, monkeypatch: py
     assert written.read_bytes() == named.read_bytes()
 
 
+def test_a_start_reads_no_copies_where_nobody_can_have_spoilt_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W5: copies are compared byte for byte while their roll-forward is unfinished, or beside traces of other saves."""
+
+    def no_links(source: str, target: str) -> None:
+        raise OSError(1, "Operation not permitted", target)
+
+    posix_link = os.link
+    monkeypatch.setattr(os, "link", lambda one, other: (no_links if one.endswith(".pt") else posix_link)(one, other))
+    compared: list[str] = []
+    compare = st.base.equal_bytes
+    monkeypatch.setattr(st.base, "equal_bytes", lambda s, one, other: compared.append(other) or compare(s, one, other))
+
+    def start() -> int:
+        compared.clear()
+        Checkpointer(str(tmp_path), run="gpt").close()
+        return len(compared)
+
+    def save(**options: Any) -> None:
+        with Checkpointer(str(tmp_path), run="gpt", semantic_type="LEGACY") as job:
+            job.save({"w": torch.ones(2)}, iteration=1, **options)
+
+    save()
+    url = tmp_path / "iter_0000001"
+    named = url / "mp_rank_00" / FILE
+    right = named.read_bytes()
+    assert start() == 0
+    named.write_bytes(right[:-1])  # sizes are looked at
+    assert start() > 0
+    assert named.read_bytes() == right
+    (written,) = url.glob("__0_0.*.pt")
+    record = url / ".ckpt" / written.name.split(".")[1] / commit.record_name(0)
+    record.touch()  # the roll-forward was not finished: of a foreign checkpoint the file may be
+    named.write_bytes(b"x" * len(right))
+    assert start() > 0
+    assert named.read_bytes() == right
+    assert not record.exists()
+    save(on_exists="replace")  # from now on an overtaken process may have put the older copy back
+    right = named.read_bytes()
+    named.write_bytes(b"x" * len(right))
+    assert start() > 0
+    assert named.read_bytes() == right
+
+
 def killed_before_its_rename(url: Path) -> list[Path]:
     """What is left of an export's writing then: a second name of the file, or half a copy of it."""
     (written,) = url.glob("__0_0.*.pt")
