@@ -72,6 +72,7 @@ class Offer:
         free: bytes of the disk.
         room: another save may be in flight.
         failed: its earlier saves that failed in the background.
+        may_repeat: an iteration that this attempt has saved already may be saved again.
     """
 
     iteration: int
@@ -81,6 +82,7 @@ class Offer:
     free: int
     room: bool = True
     failed: tuple[BackgroundSaveError, ...] = ()
+    may_repeat: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,6 @@ class LocalTier:
         def offer() -> Offer:
             nonlocal request, held
             request, held = prepare(), self.pieces.held()
-            self._refuse_to_repeat(request, held)
             size = request.content.nbytes + ROOM
             in_flight = sum(max(0, size - each.nbytes) for each in held if each.pending)
             return Offer(
@@ -155,6 +156,7 @@ class LocalTier:
                 self.pieces.free,
                 has_room(),
                 tuple(request.failed),
+                request.on_exists == "replace",
             )
 
         offers = agree(group, "local pieces", offer)
@@ -172,17 +174,8 @@ class LocalTier:
             failed=(),
             removes=[(self.pieces.path(each.iteration), each.save_id) for each in going],
             replaces=False,
+            on_exists="replace",  # what may not be repeated has been refused; what is left of a dead set goes
         )
-
-    def _refuse_to_repeat(self, request: SaveRequest, held: Sequence[Held]) -> None:
-        """W9. The older save of an iteration stays until the newer is complete everywhere."""
-        iteration = request.begin.iteration
-        same = [each for each in held if (each.set.attempt, each.set.iteration) == (self._attempt, iteration)]
-        if request.on_exists != "replace" and any(each.usable for each in same):
-            raise CheckpointExistsError(
-                f"{request.path}: iteration {iteration} is already committed (save {same[-1].set.save_id}) by this "
-                "attempt. Pass on_exists='replace' to supersede it."
-            )
 
     def _decide(self, offers: Sequence[Offer]) -> tuple[str, Known] | None:
         """Rank 0: the save id of the set, and what all ranks know of the older ones; None: some rank has no room."""
@@ -203,9 +196,19 @@ class LocalTier:
             )
         holdings = [offer.held for offer in offers]
         known = local_sets.known(self._world, holdings, self._attempt)
+        if not all(offer.may_repeat for offer in offers):
+            self._refuse_to_repeat(offers[0].iteration, holdings, known)
         self._check_room(offers, known)
         ids = [each.set.save_id for held in holdings for each in held]
         return commit.new_save_id(self._attempt, after=ids), known
+
+    def _refuse_to_repeat(self, iteration: int, holdings: local_sets.Holdings, known: Known) -> None:
+        """W9. The older set of an iteration stays until the newer is complete; a save that failed may be repeated."""
+        for each in local_sets.repeated(iteration, self._attempt, holdings, known):
+            raise CheckpointExistsError(
+                f"{self.pieces.path(iteration)}: iteration {iteration} is already committed (save {each.save_id}) by "
+                "this attempt. Pass on_exists='replace' to supersede it."
+            )
 
     def _check_room(self, offers: Sequence[Offer], known: Known) -> None:
         """Ranks of one host share its disk."""

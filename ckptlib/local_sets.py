@@ -194,6 +194,18 @@ def known(world: World, holdings: Holdings, attempt: int) -> Known:
     return Known(tuple(complete(world, holdings)), frozenset(mine - everywhere))
 
 
+def repeated(iteration: int, attempt: int, holdings: Holdings, known: Known) -> list[SetId]:
+    """Sets of this attempt that a save of this iteration would repeat: complete ones, and what may yet be complete.
+
+    What rank 0 has of a set that failed elsewhere is none.
+    """
+    pending = {held.set for one in holdings for held in one if held.pending and held.set.save_id not in known.dead}
+    found = {*known.complete, *pending}
+    return sorted(
+        (each for each in found if (each.attempt, each.iteration) == (attempt, iteration)), key=lambda each: each.order
+    )
+
+
 def removable(held: Sequence[Held], known: Known, keep: int) -> list[Held]:
     """What one rank may remove before it writes its next piece.
 

@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.local_sets import Held, Known, SetId, World, candidates, complete, explain, known, placement, removable
+from ckptlib.local_sets import (
+    Held,
+    Known,
+    SetId,
+    World,
+    candidates,
+    complete,
+    explain,
+    known,
+    placement,
+    removable,
+    repeated,
+)
 from ckptlib.manifest import Begin, Piece
 from ckptlib.topology import Topology
 
@@ -154,6 +166,20 @@ def test_a_set_that_will_never_be_complete_takes_no_slot() -> None:
 
 def test_what_is_being_written_is_left_alone() -> None:
     assert removed([piece(A, 0, TWO, pending=True)], 1, B) == []
+
+
+def test_w9_a_complete_set_or_one_that_is_being_written_would_be_repeated_and_one_that_failed_would_not() -> None:
+    def would(iteration: int, held: list[list[Held]]) -> list[int]:
+        return [each.iteration for each in repeated(iteration, 1, held, known(TWO, held, 1))]
+
+    assert would(200, holdings(TWO, [A, B], [A, B])) == [200]
+    assert would(200, holdings(TWO, [A, B], [A])) == [], "rank 1 has failed"
+    assert would(200, holdings(TWO, [A], [A, B])) == [], "rank 0 has failed"
+    assert would(250, holdings(TWO, [A, B], [A, B])) == []
+    writing = [[piece(B, rank, TWO, pending=rank == 1)] for rank in range(2)]
+    assert would(200, writing) == [200], "rank 0 is done, rank 1 is not"
+    other = set_id(200, attempt=2)
+    assert would(200, holdings(TWO, [other], [other])) == [], "of another attempt"
 
 
 def test_only_a_set_of_this_attempt_is_given_up_as_dead() -> None:
