@@ -174,22 +174,27 @@ def flatten(state: Mapping[str, Any], *, stored: optim.StoredState | None = None
     """
     if not isinstance(state, Mapping):
         raise StateError(f"state: expected a mapping from names to parts, got {type(state).__name__}")
-    return _Walker(_parameter_names(state), stored).run(state)
+    return _Walker(state, stored).run()
 
 
 class _Walker:
-    def __init__(self, names: optim.Names, stored: optim.StoredState | None) -> None:
-        self._names = names
+    def __init__(self, state: Mapping[str, Any], stored: optim.StoredState | None) -> None:
+        self._state = state
         self._stored = stored
         self._flat = FlatState()
         self._seen: dict[str, Path] = {}
         self._of_rank: set[Path] = set()
 
-    def run(self, state: Mapping[str, Any]) -> FlatState:
-        for name, value in state.items():
+    def run(self) -> FlatState:
+        for name, value in self._state.items():
             with _finite(name):
-                self._walk((name,), value, _item_setter(state, name))
+                self._walk((name,), value, _item_setter(self._state, name))
         return self._flat
+
+    @functools.cached_property
+    def _names(self) -> optim.Names:
+        """Of parameters; only optimizers need them, and a state may have none."""
+        return _parameter_names(self._state)
 
     def _walk(self, path: Path, value: Any, assign: Callable[[Any], None]) -> None:
         if type(value) is torch.Tensor:  # most of what there is: no finisher, nothing inside

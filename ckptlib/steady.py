@@ -71,7 +71,8 @@ class Unchanged:
 
 def _tensors_of(part: Part) -> Iterator[torch.Tensor]:
     if isinstance(part, torch.nn.Module):
-        yield from part.parameters()
+        for module in part.modules():  # three times as fast as parameters(), which makes their names too
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
         return
     for group in part.param_groups:
         yield from group["params"]

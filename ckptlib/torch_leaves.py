@@ -58,7 +58,7 @@ def place(key: str, tensor: torch.Tensor) -> list[Placed]:
             ]
     check_plain(key, tensor)
     box = _whole(tensor.shape)
-    return [Placed(tensor.detach(), box.shape, box)]
+    return [Placed(tensor.detach() if tensor.requires_grad else tensor, box.shape, box)]
 
 
 @functools.lru_cache(maxsize=4096)
