@@ -14,6 +14,7 @@ from ckptlib.layouts.own_names import own_file_name
 from ckptlib.layouts.own_state import OwnState, capture
 from ckptlib.manifest import FileEntry
 from ckptlib.packing import Package
+from ckptlib.paused_gc import paused_gc
 from ckptlib.pieces import LocalPlan, PieceTable
 from ckptlib.plan import values_digest
 from ckptlib.planning import Share
@@ -93,9 +94,11 @@ def own_content(tree: Mapping[str, Any] | None) -> OwnContent:
     nothing = values_digest({}, ())
     if tree is None:
         return OwnContent(OwnFile((), nothing))
-    own = capture(tree)
+    with paused_gc():  # training waits for this: a quarter of the time, for thousands of tensors
+        own = capture(tree)
     try:
-        form, order = _skeleton(own, own.tree, "state")
+        with paused_gc():
+            form, order = _skeleton(own, own.tree, "state")
     except StateError:
         for path, value in _values((), own.tree):
             _skeleton(own, value, dotted(path))  # the first that cannot be saved is what the caller must know
