@@ -33,7 +33,6 @@ log = logging.getLogger("catalog")
 Progress = Callable[[int, int], None]
 
 LEASE_SECONDS = 300.0
-LEVELS = ("listing", "store", "structure", "data")
 
 
 def verify_leased(

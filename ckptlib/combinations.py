@@ -59,8 +59,8 @@ FORMAT_OF: Mapping[SemanticType, Format] = {
 """The one format that can say what is meant."""
 
 MEANING: Mapping[SemanticType, str] = {
-    "LEGACY": "the whole state dict of each (tp, pp, ep) place; same tp and pp only",
-    "LOCAL": "a rank's own state; same topology only, never a default resume point",
+    "LEGACY": "the whole state dict of each (tp, pp, ep) place; any dp and cp, all else the same",
+    "LOCAL": "a rank's own state; same topology only, resumed from by default only as `non_persistent_local`",
     "GLOBAL": "one model, in shards that know their place; any topology",
     "TORCH_DCP": "torch's object graph by dotted path; any topology",
 }

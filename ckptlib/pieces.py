@@ -94,12 +94,6 @@ class PieceTable:
     def __iter__(self) -> Iterator[TensorPiece]:
         return map(self.__getitem__, range(len(self)))
 
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of all columns; the names are the state's own strings."""
-        columns = (self.dtype, self.ndim, self.shapes, self.offsets, self.sizes, self.nbytes, self.main)
-        return sum(column.nbytes for column in columns)
-
     def update(self, digest: hashlib._Hash) -> None:
         """Feeds everything that the table says into a digest."""
         digest.update(json.dumps([self.keys, self.dtypes, self.shapes.shape]).encode())

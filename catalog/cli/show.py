@@ -65,8 +65,8 @@ class DetailView:
     topology: Mapping[str, int] | None = column("topology", topology)
     contents: tuple[str, ...] = column("contents", names)
     bytes: int = column("size", text.size)
-    tensors: int = column("tensors")
-    objects: int = column("objects")
+    tensors: int | None = column("tensors")
+    objects: int | None = column("objects")
     progress: Mapping[str, float] = column("progress", text.numbers)
     metrics: Mapping[str, float] = column("metrics", text.numbers)
     stall_seconds: float | None = column("training stalled", text.duration)
@@ -111,6 +111,7 @@ def _detail(catalog: Catalog, row: CheckpointRow) -> DetailView:
     others = [other for other in saves.values() if other.iteration == row.iteration and other.id != row.id]
     manifest = _manifest(row)
     figures = None if manifest is None else manifest.figures
+    has_items = row.format != "torch"  # whole state dicts: what is in them is not counted
     return DetailView(
         run=row.run,
         iteration=row.iteration,
@@ -127,8 +128,8 @@ def _detail(catalog: Catalog, row: CheckpointRow) -> DetailView:
         topology=axes(row.topology),
         contents=row.contents,
         bytes=row.size,
-        tensors=row.tensors,
-        objects=row.objects,
+        tensors=row.tensors if has_items else None,
+        objects=row.objects if has_items else None,
         progress=row.progress,
         metrics=row.metrics,
         stall_seconds=None if figures is None else figures.stall,

@@ -6,11 +6,13 @@ import re
 import shutil
 
 import pytest
+import torch
 
 import ckptlib
 from catalog import Catalog, Recorder
+from ckptlib import Checkpointer
 from tests.catalog.training import Training, flip_a_byte
-from tests.cli.conftest import RUN, Ckpt, record, verify
+from tests.cli.conftest import RUN, Ckpt, Direct, record, verify
 
 
 def test_an_empty_catalog_says_what_to_do_next(ckpt: Ckpt, catalog: Catalog) -> None:
@@ -212,6 +214,18 @@ def test_show_needs_no_storage(ckpt: Ckpt, training: Training, catalog: Catalog)
     shutil.rmtree(training.root)
     shown = ckpt("show", f"{RUN}@5", "-o", "json").json
     assert (shown["stall_seconds"], shown["write_seconds"], shown["rank_rates"]) == (None, None, [])
+
+
+def test_show_does_not_count_what_whole_state_dicts_hold(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
+    record(training, catalog, 5)
+    row = catalog.checkpoint(RUN, 5)
+    with Checkpointer(str(training.root), run=RUN, semantic_type="LEGACY", listeners=[Direct(catalog)]) as job:
+        job.save({"w": torch.ones(2)}, iteration=6)
+    shown = ckpt("show", f"{RUN}@6", "-o", "json").json
+    assert (shown["tensors"], shown["objects"], shown["format"]) == (None, None, "torch")
+    assert not re.search(r"^(tensors|objects) ", ckpt("show", f"{RUN}@6").out, flags=re.MULTILINE)
+    out = ckpt("show", f"{RUN}@5").out
+    assert re.search(rf"^tensors +{row.tensors}$", out, flags=re.MULTILINE)
 
 
 def test_show_lists_verifications_with_the_files_that_failed(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
