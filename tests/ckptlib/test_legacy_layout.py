@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import ckptlib
 from ckptlib import Checkpointer, Topology, commit, exported, exports, formats, removal
 from ckptlib import storage as st
 from ckptlib.async_options import AsyncOptions
-from ckptlib.errors import CheckpointExistsError, UnsupportedError
+from ckptlib.errors import CheckpointExistsError, IntegrityError, UnsupportedError
 from ckptlib.layouts import legacy
-from ckptlib.manifest import IoMode
+from ckptlib.manifest import Decision, IoMode
 from ckptlib.safe_pickle import Foreign, load_object
 from tests.support.foreign import COLLECTION
 from tests.support.ranks import run_ranks
@@ -329,6 +331,28 @@ def test_a_start_reads_no_copies_where_nobody_can_have_spoilt_them(
     named.write_bytes(b"x" * len(right))
     assert start() > 0
     assert named.read_bytes() == right
+
+
+@pytest.mark.parametrize("semantic_type", ["LEGACY", "LOCAL"])
+def test_a_committed_manifest_that_names_no_file_of_a_writer_is_damage(tmp_path: Path, semantic_type: Any) -> None:
+    saved = ckptlib.save({"w": torch.ones(2)}, str(tmp_path), iteration=1, semantic_type=semantic_type)
+    directory = tmp_path / ".ckpt" / saved.save_id
+    manifest = ckptlib.inspect(str(tmp_path)).manifest
+    assert manifest is not None
+    ten_million = replace(manifest.begin, world_size=10**7, topology=Topology(tp=10**7))
+    for wrong in (replace(manifest, files=manifest.files_of("index")), replace(manifest, begin=ten_million)):
+        data = wrong.encode()  # consistent with itself: begin record, export and digest are of it
+        (directory / "manifest.json").write_bytes(data)
+        (tmp_path / "checkpoint.json").write_bytes(data)
+        (directory / "begin.json").write_bytes(wrong.begin.encode())
+        decision = Decision.decode((directory / "decision.json").read_bytes(), "d")
+        decision = replace(decision, manifest_sha256=hashlib.sha256(data).hexdigest())
+        (directory / "decision.json").write_bytes(decision.encode())
+        report = ckptlib.verify(str(tmp_path))
+        assert report.corrupt
+        assert not report.unreadable
+        with pytest.raises(IntegrityError):
+            ckptlib.load({"w": torch.zeros(2)}, str(tmp_path))
 
 
 def killed_before_its_rename(url: Path) -> list[Path]:
