@@ -25,6 +25,7 @@ from ckptlib.errors import (
     NoCatalogError,
     StaleWriteError,
     StorageUnavailableError,
+    SupersededError,
 )
 from ckptlib.verification import Batches, VerifyReport, verify
 
@@ -83,6 +84,8 @@ def verify_leased(
         raise
     except BaseException as error:
         _give_back(catalog, lease, error)
+        if isinstance(error, SupersededError):
+            _mark_gone(catalog, lease, error)
         raise
     before = catalog.checkpoint_by_id(lease.checkpoint_id)
     after = catalog.finish_verification(lease, report, level=level, worker=worker)
@@ -138,6 +141,15 @@ def _give_back(catalog: Catalog, lease: VerifyLease, error: BaseException) -> No
         catalog.release(lease, reason=f"{type(error).__name__}: {error}", retry_after=retry_after)
     except CkptError as other:
         log.warning("%s: the lease was not given back (%s); it expires by itself", lease.name, other)
+
+
+def _mark_gone(catalog: Catalog, lease: VerifyLease, error: SupersededError) -> None:
+    """A checkpoint whose place another has taken waits for nothing any more: it is missing, if its root is there."""
+    try:
+        _require_root(lease)
+        catalog.mark_missing(lease.checkpoint_id, reason=str(error), actor=lease.owner, version=lease.version)
+    except (OSError, CkptError) as other:
+        log.warning("%s: is gone and could not be marked missing: %s", lease.name, other)
 
 
 class _Keeper:

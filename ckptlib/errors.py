@@ -4,7 +4,8 @@
 
     CkptError                                   exit 1
     ├── NotACheckpointError (FileNotFoundError)     nothing here that we can read
-    │   └── UncommittedError                        a save began here and was never committed
+    │   ├── UncommittedError                        a save began here and was never committed
+    │   └── SupersededError                         a newer non-persistent checkpoint took its place, and it is gone
     ├── CheckpointExistsError (FileExistsError)     W9: this attempt already committed this iteration
     ├── FencedError                                 W8: a newer attempt owns this run
     ├── SaveAbortedError                            W4: the decision for this save is `abort`
@@ -67,6 +68,10 @@ class NotACheckpointError(CkptError, FileNotFoundError):
 
 class UncommittedError(NotACheckpointError):
     """Raised when a save began at a location and no commit decision exists (R1)."""
+
+
+class SupersededError(NotACheckpointError):
+    """Raised when a non-persistent checkpoint is gone because a newer one has taken its place (D2)."""
 
 
 class CheckpointExistsError(CkptError, FileExistsError):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from ckptlib import commit, roots
 from ckptlib import storage as st
-from ckptlib.errors import NotACheckpointError, UnsupportedError
+from ckptlib.errors import NotACheckpointError, SupersededError, UnsupportedError
 from ckptlib.verify_files import BAD, Batches, FileCheck, FileChecker, Findings, Origin, Progress, Verdict, describe
 from ckptlib.verify_foreign import verify_foreign
 from ckptlib.verify_save import find_subject, verify_save
@@ -151,7 +151,7 @@ def _verify(
 def _require_not_superseded(storage: st.Storage, path: str) -> None:
     """A non-persistent checkpoint goes, with its directory, when a newer one is committed."""
     if st.basename(st.parent(path)) == roots.NON_PERSISTENT and not storage.list(path):
-        raise NotACheckpointError(f"{storage.url(path)}: gone: a newer non-persistent checkpoint has taken its place")
+        raise SupersededError(f"{storage.url(path)}: gone: a newer non-persistent checkpoint has taken its place")
 
 
 def _check_level(level: str, storage: st.Storage) -> Level:

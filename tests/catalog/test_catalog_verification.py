@@ -14,7 +14,7 @@ import ckptlib
 from catalog import Catalog, Recorder, ResumeResolver, verification
 from catalog.rows import VerifyLease
 from catalog.verification import expected_digests, verify_leased
-from ckptlib.errors import LeaseHeldError, NoResumePointError, StorageUnavailableError
+from ckptlib.errors import LeaseHeldError, NoResumePointError, StorageUnavailableError, SupersededError
 from ckptlib.verification import VerifyReport
 from tests.catalog.samples import Clock, empty_catalog
 from tests.catalog.training import Training, flip_a_byte
@@ -336,3 +336,31 @@ def test_the_report_is_the_one_that_ckptlib_gives(catalog: Catalog, catalog_url:
     assert isinstance(report, VerifyReport)
     direct = ckptlib.verify(str(training.directory(100)))
     assert report.files == direct.files
+
+
+def test_a_checkpoint_that_was_superseded_is_missing_and_waits_for_nothing_any_more(
+    catalog: Catalog, catalog_url: str, training: Training
+) -> None:
+    training.attempt(100, 200, listeners=[Recorder(catalog_url)], kind="non_persistent_global")
+    gone = catalog.checkpoint("run", 100)
+    with pytest.raises(SupersededError):
+        verify_leased(catalog, lease(catalog, checkpoint_id=gone.id, force=True))
+    assert catalog.checkpoint_by_id(gone.id).lifecycle == "missing"
+    assert verify_all(catalog) == {100: "unverified", 200: "verified"}
+
+
+def test_a_superseded_checkpoint_of_a_root_that_is_not_there_is_not_missing(
+    catalog: Catalog, catalog_url: str, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D4."""
+    training.attempt(100, 200, listeners=[Recorder(catalog_url)], kind="non_persistent_global")
+    gone = catalog.checkpoint("run", 100)
+
+    def unmounted(url: str, **options: Any) -> None:
+        shutil.rmtree(training.root)
+        raise SupersededError(url)
+
+    monkeypatch.setattr(verification, "verify", unmounted)
+    with pytest.raises(SupersededError):
+        verify_leased(catalog, lease(catalog, checkpoint_id=gone.id, force=True))
+    assert catalog.checkpoint_by_id(gone.id).lifecycle == "finalized"
