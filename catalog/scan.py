@@ -223,6 +223,10 @@ def _add_found(
         if begin is not None and begin.run not in (None, plan.run):
             lists["unmanaged"].append(replace(item, reason=f"belongs to run {begin.run!r}"))
             continue
+        if begin is not None and begin.piece is not None:
+            reason = f"rank {begin.piece.rank}'s piece of a local checkpoint: of use to that rank alone"
+            lists["unmanaged"].append(replace(item, reason=reason))
+            continue
         if one.state == "undecided" and begin is not None:
             missing = commit.read_records(storage, one.path, begin).missing
             if missing:

@@ -61,7 +61,46 @@ def checkpoint(catalog: Catalog, name: str, save_id: str | None = None) -> Check
     selector = select(catalog, name)
     if selector.iteration is None:
         raise typer.BadParameter(f"{name!r} names a run; a checkpoint is RUN@ITER. List them: {command('ls', name)}")
-    return catalog.checkpoint(selector.run, selector.iteration, save_id)
+    return of_iteration(catalog, selector.run, selector.iteration, save_id)
+
+
+def of_iteration(catalog: Catalog, run: str, iteration: int, save_id: str | None = None) -> CheckpointRow:
+    """The checkpoint of an iteration. Of one that the catalog does not know yet the error says what storage knows.
+
+    Raises:
+        CatalogError: there is none.
+    """
+    from ckptlib.errors import CatalogError
+
+    try:
+        return catalog.checkpoint(run, iteration, save_id)
+    except CatalogError as error:
+        known = _on_storage(catalog, run, iteration, save_id)
+        if known:
+            raise CatalogError(f"{run}@{iteration}: {known}") from error
+        raise
+
+
+def _on_storage(catalog: Catalog, run: str, iteration: int, save_id: str | None) -> str:
+    """What lies below the roots of a run for an iteration that the catalog does not know; empty: nothing is known."""
+    from catalog.in_flight import beyond_the_catalog
+
+    writing, unrecorded, _ = beyond_the_catalog(catalog, run)
+    for one in writing[::-1]:
+        if one.begin.iteration == iteration and save_id in (None, one.begin.save_id):
+            how = f"is being written ({one.progress})" if one.alive else "was begun and gives no sign of life"
+            return f"{how}, and is no checkpoint before it is committed. See {command('ls', run)}"
+    for other in unrecorded[::-1]:
+        if other.begin.iteration == iteration and save_id in (None, other.begin.save_id):
+            return f"is committed and not recorded. To record it: {adoption(other.url)}"
+    return ""
+
+
+def adoption(url: str) -> str:
+    """The command that records a checkpoint of ours, by its directory."""
+    from ckptlib.roots import NON_PERSISTENT
+
+    return command("scan", url.rpartition("/")[0].removesuffix(f"/{NON_PERSISTENT}"), "--adopt")
 
 
 def command(*words: str) -> str:

@@ -100,18 +100,11 @@ def _beyond(
         return kind in (None, save.begin.kind) and (first is None or (at is not None and at >= first))
 
     if any(is_asked_for(save, save.committed_at) for save in unrecorded):
-        cli.output.note(f"Not recorded yet; to record it now: {_adoption(unrecorded[-1].url)}")
+        cli.output.note(f"Not recorded yet; to record it now: {lookup.adoption(unrecorded[-1].url)}")
     return [
         *(CheckpointView.writing(save) for save in writing if is_asked_for(save, save.begun_at)),
         *(CheckpointView.unrecorded(save) for save in unrecorded if is_asked_for(save, save.committed_at)),
     ]
-
-
-def _adoption(url: str) -> str:
-    from ckptlib.roots import NON_PERSISTENT
-
-    root = url.rpartition("/")[0].removesuffix(f"/{NON_PERSISTENT}")
-    return lookup.command("scan", root, "--adopt")
 
 
 def _merged(views: list[CheckpointView], latest: int | None) -> list[CheckpointView]:

@@ -70,7 +70,7 @@ def verify(
         with cli.catalog() as catalog:
             selector = None if target is None else lookup.select(catalog, target)
             if selector is not None and selector.iteration is not None:
-                row = catalog.checkpoint(selector.run, selector.iteration)
+                row = lookup.of_iteration(catalog, selector.run, selector.iteration)
                 done = [_verify_one(cli, catalog, row, options)]
             else:
                 done, skipped = _verify_waiting(cli, catalog, None if selector is None else selector.run, options)

@@ -384,3 +384,15 @@ def test_optimizer_state_that_we_cannot_load_is_named_with_its_form(catalog: Cat
     (row,) = apply(plan_scan(str(MEGATRON / name / "ckpt"), catalog, run=name), catalog).adopted
     assert "optimizer:dp_reshardable" in row.contents
     assert "optimizer" not in row.contents
+
+
+def test_the_local_pieces_of_a_rank_are_no_checkpoints_of_a_run(
+    catalog: Catalog, training: Training, tmp_path: Path
+) -> None:
+    local = ckptlib.LocalOptions(str(tmp_path / "local"))
+    Training(training.root, local=local).attempt(100, kind="non_persistent_local")
+    (directory,) = (tmp_path / "local").glob("*/rank_00000")
+    plan = plan_scan(str(directory), catalog)
+    assert not plan.pending
+    (item,) = plan.unmanaged
+    assert item.reason == "rank 0's piece of a local checkpoint: of use to that rank alone"

@@ -128,3 +128,21 @@ def test_what_was_committed_and_not_recorded_does_not_vanish(ckpt: Ckpt, trainin
     record(training, catalog, 8)  # the next attempt of the run
     assert all(row["recorded"] for row in ckpt("ls", RUN, "-o", "json").json)
     assert [row["iteration"] for row in ckpt("ls", RUN, "-o", "json").json] == [1, 7, 8]
+
+
+@pytest.mark.usefixtures("writing")
+def test_show_and_verify_of_a_save_in_flight_say_how_far_it_is(ckpt: Ckpt) -> None:
+    for verb in ("show", "verify"):
+        ended = ckpt(verb, f"{RUN}@7")
+        assert ended.code == 1
+        assert f"{RUN}@7: is being written (63 %)" in ended.err
+        assert "has no checkpoint" not in ended.err
+    assert "is being written" not in ckpt("show", f"{RUN}@8").err
+
+
+def test_show_of_what_is_not_recorded_says_how_to_record_it(ckpt: Ckpt, training: Training, catalog: Catalog) -> None:
+    record(training, catalog, 1)
+    training.attempt(7)
+    ended = ckpt("show", f"{RUN}@7")
+    assert ended.code == 1
+    assert f"is committed and not recorded. To record it: ckpt scan {training.root} --adopt" in ended.err
