@@ -188,7 +188,7 @@ class _Walker:
     def run(self) -> FlatState:
         for name, value in self._state.items():
             with _finite(name):
-                self._walk((name,), value, _item_setter(self._state, name))
+                self._walk((name,), value, item_setter(self._state, name))
         return self._flat
 
     @functools.cached_property
@@ -243,13 +243,13 @@ class _Walker:
                         raise StateError(
                             f"{dotted(path)}: key {name!r} is a {type(name).__name__}, expected str or int"
                         )
-                    self._walk((*path, name), inner, _item_setter(value, name))
+                    self._walk((*path, name), inner, item_setter(value, name))
             case list() | tuple() if _is_walked(value):
                 items = value if isinstance(value, list) else [*value]
                 if isinstance(value, list):
                     self._flat.lists[path] = len(items)
                 for i, inner in enumerate(items):
-                    self._walk((*path, i), inner, _item_setter(items, i))
+                    self._walk((*path, i), inner, item_setter(items, i))
                 if isinstance(value, tuple):
                     self._flat.finishers.append(functools.partial(put_tuple, value, items, assign))
             case _ if is_stateful(value):
@@ -438,7 +438,9 @@ def _finite(name: str) -> Iterator[None]:
         raise StateError(f"{name}: it contains itself, or is nested too deeply") from error
 
 
-def _item_setter(container: Any, name: str | int) -> Callable[[Any], None]:
+def item_setter(container: Any, name: Any) -> Callable[[Any], None]:
+    """What puts a loaded value into its place in a container; a StateError when that cannot be changed."""
+
     def assign(value: Any) -> None:
         try:
             container[name] = value

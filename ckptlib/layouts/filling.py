@@ -22,7 +22,7 @@ from ckptlib.sharding import (
     ShardedTensorFactory,
     WholeValue,
 )
-from ckptlib.state import Path, dotted, is_stateful, put_tuple
+from ckptlib.state import Path, dotted, is_stateful, item_setter, put_tuple
 
 Assign = Callable[[Any], None]
 
@@ -65,7 +65,7 @@ class Filling:
         self.unexpected += [dotted((*path, name)) for name in stored if name not in target]
         for name, value in kept.items():
             if name in stored:
-                self._visit((*path, name), value, stored[name], _item(target, name))
+                self._visit((*path, name), value, stored[name], item_setter(target, name))
 
     def _visit(self, path: Path, target: Any, stored: Any, assign: Assign) -> None:
         match target:
@@ -119,7 +119,7 @@ class Filling:
             raise StateError(f"{dotted(path)}: {self.where} holds {len(found)} entries, the state has {len(kept)}")
         items = target if isinstance(target, list) else [*target]
         for i, item in zip(kept, found, strict=True):
-            self._visit((*path, i), target[i], item, _item(items, i))
+            self._visit((*path, i), target[i], item, item_setter(items, i))
         if isinstance(target, tuple):
             self.values.append((dotted(path), lambda: put_tuple(target, items, assign)))
 
@@ -214,16 +214,6 @@ def _holds_places(value: Any) -> bool:
 def _is_placed(value: Any) -> bool:
     places = (ShardedTensor, ShardedTensorFactory, ShardedObject, WholeValue, DTensor, TorchShardedTensor)
     return isinstance(value, places)
-
-
-def _item(container: Any, name: Any) -> Assign:
-    def assign(value: Any) -> None:
-        try:
-            container[name] = value
-        except TypeError as error:
-            raise StateError(f"{name!r}: cannot be put back into a {type(container).__name__}") from error
-
-    return assign
 
 
 def _attribute(owner: Any, name: str) -> Assign:
