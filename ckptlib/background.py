@@ -97,8 +97,12 @@ def hand_to(job: Job, pid: int) -> None:
 
 
 def _payload(job: Job) -> int:
-    staged = (place for slice_ in job.slices for place in slice_)
-    return job.package.other_nbytes + sum(math.prod(place.shape) * dtype_of(place.dtype).itemsize for place in staged)
+    return job.package.other_nbytes + _staged_nbytes(job.slices)
+
+
+def _staged_nbytes(slices: Sequence[Sequence[StagedTensor]]) -> int:
+    staged = (place for slice_ in slices for place in slice_)
+    return sum(math.prod(place.shape) * dtype_of(place.dtype).itemsize for place in staged)
 
 
 class Supply(Protocol):
@@ -181,6 +185,10 @@ class _Sliced(Passing):
 
     def __len__(self) -> int:
         return sum(map(len, self._slices))
+
+    @property
+    def nbytes(self) -> int:
+        return _staged_nbytes(self._slices)
 
     def through(self, release: Callable[[], None]) -> Iterator[TensorLeaf]:
         for number, places in enumerate(self._slices):

@@ -25,7 +25,15 @@ from ckptlib.planning import Share
 from ckptlib.safe_pickle import dump_object
 from ckptlib.state import FlatState, TensorLeaf
 from ckptlib.value_digest import value_digest
-from ckptlib.writer import Blob, RankFiles, data_file_name, leaf_part, serialise_objects, write_rank_files
+from ckptlib.writer import (
+    Blob,
+    RankFiles,
+    data_file_name,
+    leaf_part,
+    payload_nbytes,
+    serialise_objects,
+    write_rank_files,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Package(ABC):
     @property
     def nbytes(self) -> int:
         """Payload bytes of the tensors."""
-        return sum(leaf.nbytes for leaf in self.tensors)
+        return payload_nbytes(self.tensors)
 
     @property
     @abstractmethod

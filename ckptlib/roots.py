@@ -386,13 +386,17 @@ def tracker_mode(storage: st.Storage, root: str) -> str | None:
 
 
 def put_tracker(storage: st.Storage, root: str, iteration: int | None, kind: Kind = "persistent") -> None:
-    """Makes a tracker name this iteration; None: no iteration may be loaded, so the tracker goes."""
-    directory = _tracker_directory(root, kind)
-    where = st.join(directory, TRACKER)
+    """Makes a tracker name this iteration; None: no iteration may be loaded, so the tracker goes.
+
+    Where somebody else moves it at the same time, theirs stands: whoever cares looks again (`write_tracker`).
+    """
+    where = st.join(_tracker_directory(root, kind), TRACKER)
     if iteration is None:
         storage.remove([where])
-    elif read_tracker(storage, directory) != str(iteration):
-        storage.put(where, str(iteration).encode())
+        return
+    found = commit.get_or_none(storage, where)
+    if found is None or found.strip() != str(iteration).encode():
+        storage.swap(where, found, str(iteration).encode())
 
 
 def write_tracker(storage: st.Storage, root: str) -> int | None:

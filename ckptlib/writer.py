@@ -74,6 +74,11 @@ class Blob:
     wrapped: bool
 
 
+def file_entry(name: str, written: st.Written) -> FileEntry:
+    """What is recorded of a data file."""
+    return FileEntry(name, written.size, written.sha256, part_size=written.part_size, part_sha256=written.part_sha256)
+
+
 def serialise_objects(flat: FlatState, objects: Sequence[str], values: Sequence[str]) -> list[Blob]:
     """The objects and values that this rank writes.
 
@@ -89,6 +94,11 @@ def serialise_objects(flat: FlatState, objects: Sequence[str], values: Sequence[
 class Passing(Sequence[TensorLeaf]):
     """Tensors that are there one after the other: memory of earlier ones is used again for later ones."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Payload bytes of all of them."""
+
     @abstractmethod
     def through(self, release: Callable[[], None]) -> Iterator[TensorLeaf]:
         """The tensors, in order, once. `release` is called before memory is used again, and ends all reads of it."""
@@ -103,6 +113,11 @@ class Passing(Sequence[TensorLeaf]):
 def in_turn(tensors: Sequence[TensorLeaf], stream: st.WriteStream) -> Iterator[TensorLeaf]:
     """Tensors as they can be written to a stream, whose digest may lag behind what was handed to it."""
     return tensors.through(stream.release) if isinstance(tensors, Passing) else iter(tensors)
+
+
+def payload_nbytes(tensors: Sequence[TensorLeaf]) -> int:
+    """Payload bytes of tensors, without going through those that can be gone through once."""
+    return tensors.nbytes if isinstance(tensors, Passing) else sum(leaf.nbytes for leaf in tensors)
 
 
 def leaf_part(leaf: TensorLeaf, part: Part) -> TensorLeaf:
@@ -148,7 +163,8 @@ def write_rank_files(
         return RankFiles((), (), ())
     name = data_file_name(rank, 0, save_id)
     repeated = {blob.key: blob.data for blob in blobs if not blob.wrapped and len(blob.data) <= REPEATED_OBJECT_BYTES}
-    stream = storage.open_write(st.join(path, name))
+    size = payload_nbytes(tensors) + sum(len(blob.data) for blob in blobs)
+    stream = storage.open_write(st.join(path, name), size=size)
     try:
         chunks, objects, offset = [], [], 0
         for blob in blobs:
@@ -165,7 +181,7 @@ def write_rank_files(
     except BaseException:
         stream.abort()
         raise
-    return RankFiles((FileEntry(name, written.size, written.sha256),), tuple(chunks), tuple(objects), repeated)
+    return RankFiles((file_entry(name, written),), tuple(chunks), tuple(objects), repeated)
 
 
 def write_payload(stream: st.WriteStream, payload: memoryview, wrote: Callable[[int], None]) -> None:

@@ -12,7 +12,6 @@ from ckptlib import storage as st
 from ckptlib.errors import StateError
 from ckptlib.layouts.own_names import own_file_name
 from ckptlib.layouts.own_state import OwnState, capture
-from ckptlib.manifest import FileEntry
 from ckptlib.packing import Package
 from ckptlib.paused_gc import paused_gc
 from ckptlib.pieces import LocalPlan, PieceTable
@@ -20,7 +19,7 @@ from ckptlib.plan import values_digest
 from ckptlib.planning import Share
 from ckptlib.state import Path, TensorLeaf, dotted, leaf_bytes
 from ckptlib.torch_file import Skeleton, skeleton
-from ckptlib.writer import RankFiles, in_turn
+from ckptlib.writer import RankFiles, file_entry, in_turn
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class OwnFile(Package):
         if self.skeleton is None:
             return RankFiles((), (), ())
         name = own_file_name(rank, save_id)
-        stream = storage.open_write(st.join(path, name))
+        stream = storage.open_write(st.join(path, name), size=self.nbytes + self.other_nbytes)
         try:
             self.skeleton.write(stream, (leaf_bytes(leaf.tensor) for leaf in in_turn(self.tensors, stream)), wrote)
             written = stream.finish()
         except BaseException:
             stream.abort()
             raise
-        return RankFiles((FileEntry(name, written.size, written.sha256),), (), ())
+        return RankFiles((file_entry(name, written),), (), ())
 
 
 @dataclass(frozen=True)

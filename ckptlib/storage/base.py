@@ -30,8 +30,9 @@ class Capabilities:
     """What a storage can promise.
 
     Attributes:
-        exclusive_create: `create` is atomic and exclusive; without it a commit needs `single_writer` (W4).
-        name: short name for messages: ``posix``, ``memory``, ...
+        exclusive_create: `create` is atomic and exclusive, or finds out that it is not and raises
+            `ExclusiveCreateError`; without it a commit needs `single_writer` (W4).
+        name: short name for messages: ``posix``, ``s3``, ``memory``, ...
     """
 
     exclusive_create: bool
@@ -49,10 +50,49 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What a finished stream wrote: bytes, and SHA-256 (hex) of exactly those bytes as they were in memory."""
+    """What a finished stream wrote: bytes, and SHA-256 (hex) of exactly those bytes as they were in memory.
+
+    Attributes:
+        part_size: bytes of every part but the last; None: the file has no part digests.
+        part_sha256: SHA-256 (hex) of each part, where the storage stores files in parts that it checks.
+    """
 
     size: int
     sha256: str
+    part_size: int | None = None
+    part_sha256: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vouched:
+    """What a store knows of a file by itself: it computed the digests over the bytes that it stored, and keeps them.
+
+    Attributes:
+        size: bytes.
+        sha256: (hex) of the whole content; None: not kept.
+        composite: SHA-256 (hex) of the raw SHA-256 digests of its parts, one after the other; None: not kept.
+        parts: how many parts `composite` is of.
+    """
+
+    size: int
+    sha256: str | None = None
+    composite: str | None = None
+    parts: int | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A file that somebody began to write and that has no name yet; it takes space until it is discarded.
+
+    Attributes:
+        path: the name it would get.
+        token: the store's own name for it.
+        started: when it began: seconds since the epoch, by the store's clock.
+    """
+
+    path: str
+    token: str
+    started: float
 
 
 class WriteStream(Protocol):
@@ -81,8 +121,12 @@ class Storage(Protocol):
 
     capabilities: Capabilities
 
-    def open_write(self, path: str) -> WriteStream:
-        """Starts a new file; `FileExistsError` if the name exists. Makes parent directories."""
+    def open_write(self, path: str, *, size: int | None = None) -> WriteStream:
+        """Starts a new file; `FileExistsError` if the name exists. Makes parent directories.
+
+        Args:
+            size: bytes that will be written, about, when they are known: a file that cannot fit can fail at once.
+        """
 
     def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Writes a small file atomically, replacing an older one.
@@ -93,6 +137,13 @@ class Storage(Protocol):
 
     def create(self, path: str, data: bytes) -> None:
         """Writes a small file atomically if, and only if, the name is free."""
+
+    def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
+        """Writes a small file atomically if, and only if, its content is still `old`; None: there is no file.
+
+        Returns:
+            False: somebody else changed it; nothing was written.
+        """
 
     def copy(self, source: str, target: str) -> None:
         """Makes a file have the content of another, however large: all or nothing, replacing an older one, durable.
@@ -124,11 +175,75 @@ class Storage(Protocol):
     def stat(self, path: str) -> int | None:
         """Size of a file in bytes; None when it is absent or a directory."""
 
+    def vouched(self, path: str) -> Vouched | None:
+        """What the store itself knows of a file's content, without anybody reading it; None: nothing.
+
+        Never what a client only told it: a store that was not seen to reject a wrong digest vouches for nothing.
+        """
+
+    def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
+        """Removes files, all that it can; a directory that is named goes when it is empty. What is gone is fine.
+
+        Returns:
+            Why the others are still there, by path.
+        """
+
     def remove(self, paths: Iterable[str]) -> None:
-        """Removes files; those already gone are fine. Empty parent directories may remain."""
+        """The same; afterwards raises the first error, if there was any."""
+
+    def unfinished(self, path: str) -> Sequence[Unfinished]:
+        """Files below a directory, at any depth, that were begun and have no name yet, where the storage keeps such."""
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Gives one of them up. Already gone is fine; its writer, if it lives, then fails."""
+
+    def prepare(self, path: str, *, size: int, files: int) -> None:
+        """Told of a directory before the first file in it: so many files, so many bytes in all, are to come.
+
+        Raises:
+            StorageError: they cannot fit (`errno.ENOSPC`, `errno.EDQUOT`).
+        """
 
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+class Defaults:
+    """What a storage does where it has no better way."""
+
+    def shares(self, one: str, other: str) -> bool:
+        """Not known."""
+        return False
+
+    def same_content(self: Storage, one: str, other: str) -> bool:
+        """Compares them block by block."""
+        return equal_bytes(self, one, other)
+
+    def read_rows(self: Storage, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+        """One range for each row."""
+        self.read_into(path, ranges_of_rows(offset, stride, rows))
+
+    def vouched(self, path: str) -> Vouched | None:
+        """Nothing."""
+        return None
+
+    def remove(self: Storage, paths: Iterable[str]) -> None:
+        """`remove_each`, then the first error."""
+        failures = self.remove_each(paths)
+        for path, error in failures.items():
+            if len(failures) > 1:
+                error.add_note(f"{self.url(path)} is the first of {len(failures)} files that could not be removed")
+            raise error
+
+    def unfinished(self, path: str) -> Sequence[Unfinished]:
+        """None: files have their names from the beginning."""
+        return []
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """There are none."""
+
+    def prepare(self, path: str, *, size: int, files: int) -> None:
+        """Nothing to prepare."""
 
 
 def equal_bytes(storage: Storage, one: str, other: str) -> bool:

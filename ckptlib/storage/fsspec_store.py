@@ -12,9 +12,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import base
 from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
@@ -24,7 +21,7 @@ _create_lock = threading.Lock()
 """memory:// is a dictionary of this process; this lock makes check-and-set on it one step."""
 
 
-class FsspecStorage:
+class FsspecStorage(base.Defaults):
     """Storage through an `fsspec.AbstractFileSystem`.
 
     Args:
@@ -39,7 +36,7 @@ class FsspecStorage:
         self._single_writer = single_writer
         self.capabilities = Capabilities(exclusive_create=protocol == "memory", name=protocol)
 
-    def open_write(self, path: str) -> FsspecWriteStream:
+    def open_write(self, path: str, *, size: int | None = None) -> FsspecWriteStream:
         """Collects in memory; uploads at `finish`."""
         if self.stat(path) is not None:
             raise FileExistsError(errno.EEXIST, "file exists", path)
@@ -62,18 +59,22 @@ class FsspecStorage:
                 raise FileExistsError(errno.EEXIST, "file exists", path)
             self.put(path, data)
 
+    def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
+        """One step within this process; across processes only as good as `single_writer`."""
+        with _create_lock:
+            try:
+                found: bytes | None = self.get(path)
+            except FileNotFoundError:
+                found = None
+            if found != old:
+                return False
+            self.put(path, new)
+            return True
+
     def copy(self, source: str, target: str) -> None:
         """One copy inside the store, where it can."""
         self._make_parent(target)
         self.fs.cp_file(source, target)
-
-    def shares(self, one: str, other: str) -> bool:
-        """Not known."""
-        return False
-
-    def same_content(self, one: str, other: str) -> bool:
-        """Compares them block by block."""
-        return base.equal_bytes(self, one, other)
 
     def get(self, path: str) -> bytes:
         """Reads a small file."""
@@ -89,10 +90,6 @@ class FsspecStorage:
                 raise StorageError(errno.EIO, f"{self.url(path)}: got {len(data)} of {length} bytes at offset {offset}")
             for at, buffer in group:
                 buffer.cast("B")[:] = data[at - offset : at - offset + len(buffer)]
-
-    def read_rows(self, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
-        """One ranged read for each row."""
-        self.read_into(path, base.ranges_of_rows(offset, stride, rows))
 
     def list(self, path: str) -> list[Entry]:
         """One level, by name; caches are dropped first."""
@@ -117,8 +114,9 @@ class FsspecStorage:
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
-    def remove(self, paths: Iterable[str]) -> None:
-        """Removes files; a directory that is named goes when it is empty."""
+    def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
+        """One by one."""
+        failures: dict[str, OSError] = {}
         for path in paths:
             try:
                 if self.fs.isdir(path):
@@ -128,6 +126,9 @@ class FsspecStorage:
                     self.fs.rm_file(path)
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                failures[path] = error
+        return failures
 
     def url(self, path: str) -> str:
         """``protocol://path``."""

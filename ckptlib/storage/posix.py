@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -44,12 +45,12 @@ FLUSH_BYTES = 8 * 1024 * 1024
 """How much may be dirty before write-back is started: the disk works while the rest is still being hashed."""
 
 
-class PosixStorage:
+class PosixStorage(base.Defaults):
     """Storage on a mounted filesystem. Paths are ordinary absolute paths."""
 
     capabilities = Capabilities(exclusive_create=True, name="posix")
 
-    def open_write(self, path: str) -> PosixWriteStream:
+    def open_write(self, path: str, *, size: int | None = None) -> PosixWriteStream:
         """Starts a file under its own (unique) name; it counts only once a record names it."""
         return PosixWriteStream(path)
 
@@ -71,6 +72,24 @@ class PosixStorage:
         finally:
             _unlink_quietly(temporary)
         sync_directory(base.parent(path))
+
+    def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
+        """Compared and replaced under a lock on the directory, which whoever swaps takes.
+
+        Across hosts it is as good as the filesystem's ``flock``: NFSv4 and Lustre (mounted with ``flock``) have it;
+        where there is none, the comparison is all.
+        """
+        directory = base.parent(path)
+        make_directory(directory)
+        with _locked(directory):
+            try:
+                found: bytes | None = self.get(path)
+            except FileNotFoundError:
+                found = None
+            if found != old:
+                return False
+            self.put(path, new)
+            return True
 
     def copy(self, source: str, target: str) -> None:
         """A hard link under a temporary name, renamed; where there are no links, or no more of them, a copy."""
@@ -151,18 +170,15 @@ class PosixStorage:
             return None
         return status.st_size if stat_module.S_ISREG(status.st_mode) else None
 
-    def remove(self, paths: Iterable[str]) -> None:
+    def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
         """Unlinks files, then directories that became empty and are named too."""
+        failures: dict[str, OSError] = {}
         for path in paths:
             try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except (IsADirectoryError, PermissionError):
-                if not os.path.isdir(path) or os.path.islink(path):
-                    raise
-                with contextlib.suppress(OSError):  # not empty: it holds what is not ours
-                    os.rmdir(path)
+                _remove(path)
+            except OSError as error:
+                failures[path] = error
+        return failures
 
     def url(self, path: str) -> str:
         """The path itself."""
@@ -182,6 +198,33 @@ class PosixStorage:
             _unlink_quietly(temporary)
             raise
         return temporary
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        if not os.path.isdir(path) or os.path.islink(path):
+            raise
+        with contextlib.suppress(OSError):  # not empty: it holds what is not ours
+            os.rmdir(path)
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """An exclusive lock on a directory, where the filesystem has locks."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
+                raise
+        yield
+    finally:
+        os.close(fd)
 
 
 def _second_name(source: str, target: str) -> str:

@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -173,6 +174,36 @@ def test_create_makes_a_file_once(place: Place) -> None:
         place.store.create(place("d", "decision"), b"abort")
     assert place.store.get(place("d", "decision")) == b"commit"
     assert names(place.store, place("d")) == ["decision"]
+
+
+def test_a_swap_needs_the_content_that_was_looked_at(place: Place) -> None:
+    path = place("d", "tracker")
+    assert not place.store.swap(path, b"never was", b"1")
+    assert place.store.stat(path) is None
+    assert place.store.swap(path, None, b"1")
+    assert not place.store.swap(path, None, b"2")
+    assert not place.store.swap(path, b"0", b"2")
+    assert place.store.get(path) == b"1"
+    assert place.store.swap(path, b"1", b"")
+    assert place.store.swap(path, b"", b"3")
+    assert place.store.get(path) == b"3"
+    assert names(place.store, place("d")) == ["tracker"]
+
+
+def test_of_racing_swaps_exactly_one_takes_place(place: Place) -> None:
+    for turn in range(5):
+        path = place(f"tracker{turn}")
+        place.store.put(path, b"old")
+        start = threading.Barrier(8)
+
+        def swap(number: int, path: str = path, start: threading.Barrier = start) -> bool:
+            start.wait()
+            return place.store.swap(path, b"old", str(number).encode())
+
+        with ThreadPoolExecutor(8) as pool:
+            done = list(pool.map(swap, range(8)))
+        assert done.count(True) == 1
+        assert place.store.get(path) == str(done.index(True)).encode()
 
 
 def test_a_removed_name_can_be_created_again(place: Place) -> None:

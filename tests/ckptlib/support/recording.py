@@ -32,7 +32,7 @@ class Step(NamedTuple):
     """One step of an actor.
 
     Attributes:
-        kind: ``mkdir create put open part finish remove`` change a path, ``get list stat read`` look at one.
+        kind: ``mkdir create put swap open part finish remove`` change a path, ``get list stat read`` look at one.
             The explorer adds steps of its own (messages).
         data: content, for those that write; ranges for ``read``.
     """
@@ -150,6 +150,11 @@ class Disk:
                 return None, self
             keep = self.is_dir(path) and bool(self.children(path))  # what is not ours is in it
             return None, self if keep else self.change(path, None, remove=True)
+        if kind == "swap":
+            old, new = data
+            if self.file(path) != old:
+                return False, self
+            return True, self.apply(Step("put", path, new))[1]
         if self.is_dir(path):
             return Failure(errno.EISDIR if kind == "put" else errno.EEXIST, path), self
         if there and kind in ("create", "open"):
@@ -182,7 +187,7 @@ def _missing_directories(disk: Disk, path: str) -> list[str]:
 EMPTY = Disk.of({})
 
 
-class RecordingStorage:
+class RecordingStorage(base.Defaults):
     """The `Storage` protocol over single steps.
 
     Args:
@@ -207,7 +212,7 @@ class RecordingStorage:
             raise result.error()
         return result
 
-    def open_write(self, path: str) -> RecordingStream:
+    def open_write(self, path: str, *, size: int | None = None) -> RecordingStream:
         """Two steps: the directory, the empty file."""
         self._do("mkdir", base.parent(path))
         self._do("open", path, b"")
@@ -227,13 +232,11 @@ class RecordingStorage:
         """Three steps: what is there, the directory, the file."""
         self.put(target, self.get(source))
 
-    def shares(self, one: str, other: str) -> bool:
-        """Never: this disk has no links."""
-        return False
-
-    def same_content(self, one: str, other: str) -> bool:
-        """By reading both."""
-        return base.equal_bytes(self, one, other)
+    def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
+        """Two steps: the directory; comparison and replacement, which are one."""
+        self._do("mkdir", base.parent(path))
+        done: bool = self._do("swap", path, (old, bytes(new)))
+        return done
 
     def get(self, path: str) -> bytes:
         """One step."""
@@ -249,10 +252,6 @@ class RecordingStorage:
                 raise StorageError(errno.EIO, f"{path}: got {len(part)} of {len(view)} bytes at offset {offset}")
             view[:] = part
 
-    def read_rows(self, path: str, offset: int, stride: int, rows: Any) -> None:
-        """One step."""
-        self.read_into(path, base.ranges_of_rows(offset, stride, rows))
-
     def list(self, path: str) -> list[Entry]:
         """One step."""
         return list(self._do("list", path))
@@ -262,10 +261,15 @@ class RecordingStorage:
         size: int | None = self._do("stat", path)
         return size
 
-    def remove(self, paths: Iterable[str]) -> None:
+    def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
         """One step for each path."""
+        failures: dict[str, OSError] = {}
         for path in paths:
-            self._do("remove", path)
+            try:
+                self._do("remove", path)
+            except OSError as error:
+                failures[path] = error
+        return failures
 
     def url(self, path: str) -> str:
         """``recording://path``."""
