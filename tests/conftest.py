@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.s3_server import S3Server, running_s3_server
 
 # Before anything imports Prefect or torch: both read these once. Child processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,4 +48,36 @@ def isolated_settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
     monkeypatch.setenv("PREFECT_HOME", str(home / "prefect"))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "aws" / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(home / "aws" / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return home
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A real S3 server, started by the first test that needs it."""
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Iterator[str]:
+    """A bucket of the test's own. A fifth of a second; where a prefix will do, take `s3_url`."""
+    with s3.bucket() as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def shared_bucket(s3: S3Server) -> Iterator[str]:
+    """A bucket for tests that keep to a prefix of their own."""
+    with s3.bucket() as name:
+        yield name
+
+
+@pytest.fixture
+def s3_url(shared_bucket: str) -> str:
+    """An empty prefix of the test's own."""
+    return f"s3://{shared_bucket}/{uuid.uuid4().hex}"
