@@ -28,7 +28,8 @@
     │   └── UnsafePickleError                       R5: a pickle names something that is not plain data
     ├── UnsupportedError (ValueError)               a combination or format that does not exist (here, yet)
     ├── StorageError (OSError)                      the storage failed; says the operation and the path
-    │   ├── StorageUnavailableError                 root identity absent or another: not mounted?
+    │   ├── StorageUnavailableError                 root identity absent or another: not mounted? no such bucket?
+    │   ├── StorageTimeoutError (TimeoutError)      the storage did not answer in time
     │   └── ExclusiveCreateError                    W4: this storage cannot create exclusively
     ├── CoordinationError                           ranks could not agree
     │   ├── RankTimeoutError (TimeoutError)         names the ranks that did not answer in time
@@ -192,7 +193,15 @@ class StorageError(CkptError, OSError):
 
 
 class StorageUnavailableError(StorageError):
-    """Raised when a root's identity file is absent or another one: the storage is not mounted (D4)."""
+    """Raised when nothing is known of what is stored, because the place itself cannot be had.
+
+    A root's identity file is absent or another one: the storage is not mounted (D4). There is no such bucket, or nobody
+    answers at the endpoint. Never `FileNotFoundError`: that would mean that a name is free.
+    """
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """Raised when a storage did not answer in time, however often it was asked."""
 
 
 class ExclusiveCreateError(StorageError):

@@ -23,6 +23,7 @@ from ckptlib import storage
 from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, base, join
 from tests.ckptlib.support.recording import RecordingStorage
+from tests.support.s3_server import S3Server
 
 MIB = 1024 * 1024
 
@@ -38,10 +39,13 @@ class Place:
         return join(self.root, *names)
 
 
-@pytest.fixture(params=["posix", "memory", "recording"])
+@pytest.fixture(params=["posix", "memory", "recording", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "posix":
         yield Place(PosixStorage(), str(tmp_path))
+    elif request.param == "s3":
+        server: S3Server = request.getfixturevalue("s3")
+        yield Place(*storage.resolve(request.getfixturevalue("s3_url"), server.storage_options()))
     elif request.param == "recording":
         yield Place(RecordingStorage(), "/root")
     else:

@@ -83,6 +83,18 @@ class S3Server:
             "AWS_DEFAULT_REGION": REGION,
         }
 
+    def storage_options(
+        self, identity: str = "admin", *, endpoint: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The same as `storage_options`."""
+        return {
+            "endpoint_url": endpoint or self.endpoint,
+            "key": self.keys[identity],
+            "secret": self.secret,
+            "region_name": REGION,
+            **options,
+        }
+
     @contextlib.contextmanager
     def bucket(self, **options: Any) -> Iterator[str]:
         """A fresh bucket, removed afterwards with all that is in it."""

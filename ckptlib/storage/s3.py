@@ -1,0 +1,351 @@
+"""Amazon S3 and what speaks its protocol. Paths are ``bucket/key``.
+
+Promises of `base` kept here: an object appears whole or not at all, and is durable when the store says so; `create` is
+a small PUT under ``If-None-Match: *`` (W4: some stores ignore it on the completion of an upload), on stores that were
+seen to honour it (`s3_probe`). S3 lists and reads strictly after writes; nothing is cached. There are no directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import random
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from ckptlib.errors import ExclusiveCreateError
+from ckptlib.storage import base, s3_parts
+from ckptlib.storage.base import Capabilities, Entry, Range, Unfinished, Vouched
+from ckptlib.storage.s3_client import Connection, ask, connect
+from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, Refusal, code_of, was_repeated
+from ckptlib.storage.s3_options import S3Options
+from ckptlib.storage.s3_parts import Body
+from ckptlib.storage.s3_probe import Probe
+from ckptlib.storage.s3_read import fetch, plan_requests, read_all
+from ckptlib.storage.s3_upload import S3WriteStream, Target, uploads_below
+
+DELETE_KEYS = 1000
+"""Keys per DeleteObjects request."""
+
+COPY_BYTES = 1024 * 1024 * 1024
+"""Larger objects are copied in parts of this size."""
+
+
+class S3Storage(base.Defaults):
+    """Storage in buckets of one store.
+
+    Args:
+        options: how to reach it.
+        single_writer: the caller vouches that nobody else writes; allows `create` where it is not exclusive.
+    """
+
+    capabilities = Capabilities(exclusive_create=True, name="s3")
+
+    def __init__(self, options: S3Options | None = None, *, single_writer: bool = False) -> None:
+        self.options = options or S3Options()
+        self._single_writer = single_writer
+        payer = {"RequestPayer": "requester"} if self.options.requester_pays else {}
+        self._read_extras = payer
+        self._extras = {**payer, **self.options.s3_additional_kwargs}
+
+    @property
+    def connection(self) -> Connection:
+        """Of this process: one that was forked makes its own."""
+        return connect(self.options)
+
+    def open_write(self, path: str, *, size: int | None = None) -> S3WriteStream:
+        """Starts an upload; one that a dead process left under the same name is continued."""
+        target = self._target(path)
+        if self.stat(path) is not None:
+            raise FileExistsError(errno.EEXIST, "object exists", self.url(path))
+        return S3WriteStream(target, size=size)
+
+    def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """One PUT, whose digest the store checks."""
+        self._put(path, data)
+
+    def create(self, path: str, data: bytes) -> None:
+        """One conditional PUT."""
+        if not self.probe(base.parent(path)).honours_if_none_match():
+            if not self._single_writer:
+                raise ExclusiveCreateError(
+                    f"{self.url(path)}: this store ignores If-None-Match, so two writers could both commit. Pass "
+                    "single_writer=True if you are sure that only this job writes here."
+                )
+            if self.stat(path) is not None:
+                raise FileExistsError(errno.EEXIST, "object exists", self.url(path))
+            self._put(path, data)
+            return
+        self._put_if(path, data, IfNoneMatch="*")
+
+    def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
+        """One conditional PUT after a look; on a store that ignores the condition, the look is all."""
+        try:
+            found, etag = self._get(path)
+        except FileNotFoundError:
+            found, etag = None, None
+        if found != old:
+            return False
+        probe = self.probe(base.parent(path))
+        conditions = {}
+        if etag is None and probe.honours_if_none_match():
+            conditions = {"IfNoneMatch": "*"}
+        elif etag is not None and probe.honours_if_match():
+            conditions = {"IfMatch": etag}
+        try:
+            self._put_if(path, new, **conditions)
+        except (FileExistsError, FileNotFoundError):  # changed, or gone, since
+            return False
+        return True
+
+    def copy(self, source: str, target: str) -> None:
+        """Inside the store; large objects in the parts that they were written in, which keeps their digest the same."""
+        head = self._call(source, "look", "head_object")
+        size: int = head["ContentLength"]
+        place = dict(zip(("Bucket", "Key"), _split(source), strict=True))
+        if size <= COPY_BYTES:
+            self._call(
+                target,
+                "copy",
+                "copy_object",
+                CopySource=place,
+                CopySourceIfMatch=head["ETag"],
+                ChecksumAlgorithm="SHA256",
+            )
+            return
+        first = self._call(source, "look", "head_object", PartNumber=1)
+        part_size = first["ContentLength"] if first.get("PartsCount") else COPY_BYTES
+        upload = self._call(target, "copy", "create_multipart_upload", ChecksumAlgorithm="SHA256")["UploadId"]
+        bounds = s3_parts.bounds(size, part_size, self.options.max_parts)
+
+        def copy_part(part: tuple[int, tuple[int, int]]) -> dict[str, Any]:
+            number, (start, stop) = part
+            answer = self._call(
+                target,
+                f"copy, part {number}",
+                "upload_part_copy",
+                UploadId=upload,
+                PartNumber=number,
+                CopySource=place,
+                CopySourceRange=f"bytes={start}-{stop - 1}",
+                CopySourceIfMatch=head["ETag"],
+            )["CopyPartResult"]
+            digest = answer.get("ChecksumSHA256")
+            return {"PartNumber": number, "ETag": answer["ETag"], **({"ChecksumSHA256": digest} if digest else {})}
+
+        try:
+            parts = list(self.connection.threads.map(copy_part, enumerate(bounds, 1)))
+            self._call(target, "copy", "complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._call(target, "end of a copy", "abort_multipart_upload", UploadId=upload)
+            raise
+
+    def same_content(self, one: str, other: str) -> bool:
+        """By the digests that the store keeps of both, where these are of the same kind; else by reading."""
+        try:
+            left, right = self.vouched(one), self.vouched(other)
+        except FileNotFoundError:
+            return False
+        if left is not None and right is not None:
+            if left.size != right.size:
+                return False
+            if left.sha256 is not None and right.sha256 is not None:
+                return left.sha256 == right.sha256
+            if left.composite is not None and left.composite == right.composite:
+                return True  # others may only be cut into other parts
+        return base.equal_bytes(self, one, other)
+
+    def get(self, path: str) -> bytes:
+        """One GET."""
+        return self._get(path)[0]
+
+    def read_into(self, path: str, ranges: Sequence[Range]) -> None:
+        """Ranged GETs side by side: neighbours, and what small gaps divide, in one."""
+        requests = plan_requests(ranges)
+        target = self._target(path)
+        if len(requests) == 1:
+            fetch(target, requests[0])
+            return
+        futures = [target.connection.threads.submit(fetch, target, request) for request in requests]
+        try:
+            for future in futures:
+                future.result()
+        finally:  # after an error nobody may still write into the buffers
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    def list(self, path: str) -> list[Entry]:
+        """One request for each 1,000 names below."""
+        bucket, key = _split(path)
+        prefix = f"{key}/" if key else ""
+        entries: dict[Entry, None] = {}
+        after: dict[str, str] | None = {}
+        while after is not None:
+            page = self._page(path, bucket, prefix, after)
+            after = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
+            for item in page.get("Contents", ()):
+                if name := item["Key"].removeprefix(prefix).rstrip("/"):  # some tools make objects to show directories
+                    entries[Entry(name, item["Key"].endswith("/"), item["Size"])] = None
+            for item in page.get("CommonPrefixes", ()):
+                if name := item["Prefix"].removeprefix(prefix).rstrip("/"):
+                    entries[Entry(name, True, 0)] = None
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def stat(self, path: str) -> int | None:
+        """One HEAD."""
+        try:
+            size: int = self._call(path, "look", "head_object")["ContentLength"]
+        except FileNotFoundError:
+            return None
+        return size
+
+    def vouched(self, path: str) -> Vouched | None:
+        """One HEAD: the SHA-256 that the store checked when the object was written and keeps since.
+
+        It does not read the object again: bytes that went bad on its disks since are found by reading alone.
+        """
+        head = self._call(path, "look", "head_object", ChecksumMode="ENABLED")
+        said = head.get("ChecksumSHA256")
+        if said is None:
+            return None
+        try:
+            if not self.probe(base.parent(path)).rejects_wrong_digests():
+                return None
+        except PermissionError:  # who may only read cannot find out whether the store checks
+            return None
+        digest, _, count = said.partition("-")
+        sha256 = s3_parts.from_base64(digest)
+        size = head["ContentLength"]
+        if sha256 is None:
+            return None
+        if count.isdecimal():
+            return Vouched(size, composite=sha256, parts=int(count))
+        if "-" in head["ETag"]:  # an upload in parts whose digest does not say of how many it is
+            return None
+        return Vouched(size, sha256=sha256)
+
+    def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
+        """A request for each 1,000 names of a bucket."""
+        failures: dict[str, OSError] = {}
+        for bucket, group in itertools.groupby(dict.fromkeys(paths), key=lambda path: _split(path)[0]):
+            keys = [key for path in group if (key := _split(path)[1])]
+            for start in range(0, len(keys), DELETE_KEYS):
+                group_of_keys = keys[start : start + DELETE_KEYS]
+                try:
+                    failures |= self._delete(bucket, group_of_keys)
+                except OSError as error:
+                    failures |= {f"{bucket}/{key}": error for key in group_of_keys}
+        return failures
+
+    def unfinished(self, path: str) -> Sequence[Unfinished]:
+        """Multipart uploads that were neither completed nor ended."""
+        bucket, key = _split(path)
+        target = Target(self.connection, bucket, key, self.url(path), self._extras, self._read_extras)
+        return [
+            Unfinished(f"{bucket}/{upload['Key']}", upload["UploadId"], upload["Initiated"].timestamp())
+            for upload in uploads_below(target, f"{key}/" if key else "")
+        ]
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Ends an upload and frees its parts."""
+        try:
+            self._call(unfinished.path, "end of the upload", "abort_multipart_upload", UploadId=unfinished.token)
+        except OSError as error:
+            if code_of(error) not in ("NoSuchUpload", "404"):
+                raise
+
+    def url(self, path: str) -> str:
+        """``s3://bucket/key``."""
+        return f"s3://{path}"
+
+    def probe(self, path: str) -> Probe:
+        """Questions to the store about the bucket of a directory."""
+        bucket, key = _split(path)
+        return Probe(self.connection, bucket, f"{key}/" if key else "", self._extras)
+
+    def _target(self, path: str) -> Target:
+        bucket, key = _split(path)
+        if not key:
+            raise IsADirectoryError(errno.EISDIR, "a bucket is no file", self.url(path))
+        return Target(self.connection, bucket, key, self.url(path), self._extras, self._read_extras)
+
+    def _page(self, path: str, bucket: str, prefix: str, after: dict[str, str]) -> Any:
+        arguments = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/", **self._read_extras, **after}
+        client = self.connection.client
+        return ask(self.connection, "list", self.url(path), lambda: client.list_objects_v2(**arguments))
+
+    def _call(self, path: str, what: str, method: str, **arguments: Any) -> Any:
+        return self._target(path).call(what, method, **arguments)
+
+    def _get(self, path: str) -> tuple[bytes, str]:
+        """Content and entity tag of a small object."""
+        target = self._target(path)
+
+        def get() -> tuple[bytes, str]:
+            answer = target.connection.client.get_object(Bucket=target.bucket, Key=target.key, **target.read_extras)
+            data = read_all(answer["Body"])
+            if len(data) != answer["ContentLength"]:
+                raise InterruptedBodyError(f"{len(data)} of {answer['ContentLength']} bytes came")
+            return data, answer["ETag"]
+
+        content: tuple[bytes, str] = target.ask("read", get)
+        return content
+
+    def _put(self, path: str, data: bytes, **conditions: str) -> None:
+        body = Body([memoryview(data)])
+        self._target(path).put(body, body.sha256(), **conditions)
+
+    def _put_if(self, path: str, data: bytes, **conditions: str) -> None:
+        """A conditional PUT. One whose answer was lost finds its own object when it is sent again: no conflict."""
+        try:
+            self._put(path, data, **conditions)
+        except (FileExistsError, FileNotFoundError) as error:
+            if not was_repeated(error) or not self._holds(path, data):
+                raise
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        try:
+            return self.get(path) == data
+        except FileNotFoundError:
+            return False
+
+    def _delete(self, bucket: str, keys: Sequence[str]) -> dict[str, OSError]:
+        """One DeleteObjects; what the store was too busy for, again."""
+        final: dict[str, OSError] = {}
+        for attempt in range(1, self.options.attempts + 1):
+            busy: dict[str, OSError] = {}
+            for item in self._delete_once(bucket, keys):
+                path = f"{bucket}/{item['Key']}"
+                error = self.connection.translate(Refusal(item), "removal", self.url(path))
+                if item.get("Code") in BUSY:
+                    busy[path] = error
+                elif not isinstance(error, FileNotFoundError):
+                    final[path] = error
+            if not busy or attempt == self.options.attempts:
+                return final | busy
+            keys = [_split(path)[1] for path in busy]
+            time.sleep(random.uniform(0.5, 1) * min(5.0, 0.1 * 2**attempt))
+        raise AssertionError("attempts are at least one")
+
+    def _delete_once(self, bucket: str, keys: Sequence[str]) -> Iterable[dict[str, Any]]:
+        """What the store could not remove, as it says so itself: key, code, message."""
+        request = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        answer = ask(
+            self.connection,
+            f"removal of {len(keys)} objects",
+            self.url(bucket),
+            lambda: self.connection.client.delete_objects(Bucket=bucket, Delete=request, **self._read_extras),
+        )
+        errors: Sequence[dict[str, Any]] = answer.get("Errors", ())
+        return errors
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Bucket and key of a path."""
+    bucket, _, key = path.partition("/")
+    return bucket, key

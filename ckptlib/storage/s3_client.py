@@ -1,0 +1,166 @@
+"""The boto3 client of a process, and requests that are sent again.
+
+A client is made once per process and options, and never used in a forked child of the process that made it: sockets and
+TLS would be shared. Requests are repeated with jitter by botocore (``standard`` mode); what it does not repeat and we
+must, is repeated here.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptlib.errors import StorageUnavailableError
+from ckptlib.storage.s3_errors import DAMAGED, InterruptedBodyError, code_of, translate
+from ckptlib.storage.s3_options import S3Options
+
+log = logging.getLogger("ckptlib")
+
+CONNECT_SECONDS = 20.0
+"""For a connection to be made, and for every MiB of a body to be taken."""
+
+CONFLICT = "ConditionalRequestConflict"
+"""Another conditional write of the same name was under way; whose it is, the next try tells."""
+
+
+@dataclass
+class Connection:
+    """A client, its threads, and what was found out about the store. Shared by all storages with the same options.
+
+    Attributes:
+        facts: answers of probes, by bucket and question (`s3_probe`).
+        is_aws: it is Amazon's own: what is documented need not be probed.
+    """
+
+    client: Any
+    options: S3Options
+    threads: ThreadPoolExecutor
+    is_aws: bool
+    facts: dict[tuple[str, str], bool] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def translate(self, error: Exception, what: str, url: str) -> OSError:
+        """See `s3_errors.translate`."""
+        return translate(error, what, url, attempts=self.options.attempts, timeout=self.options.timeout)
+
+
+_connections: dict[tuple[Any, ...], Connection] = {}
+_lock = threading.Lock()
+
+
+def _forget_all() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def connect(options: S3Options) -> Connection:
+    """The connection of this process for these options.
+
+    Raises:
+        StorageError: boto3 cannot make a client from them (no region, unknown profile, ...).
+    """
+    with _lock:
+        connection = _connections.get(options.identity)
+        if connection is None:
+            connection = _connections[options.identity] = _connect(options)
+        return connection
+
+
+def _connect(options: S3Options) -> Connection:
+    import boto3
+    import botocore
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    s3: Any = {
+        # The digest header is signed and covers the body: hashing it again for the signature only costs.
+        "payload_signing_enabled": False,
+    }
+    if options.addressing_style is not None:
+        s3["addressing_style"] = options.addressing_style
+    config = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=options.timeout,
+        retries={"mode": "standard", "total_max_attempts": options.attempts},
+        max_pool_connections=options.concurrency + 8,
+        tcp_keepalive=True,
+        # Stores that do not know the checksum trailers that are the default elsewhere, store them in the object.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra="ckptlib",
+        s3=s3,
+    )
+    if options.anon:
+        config = config.merge(Config(signature_version=botocore.UNSIGNED))
+    if options.config_kwargs:
+        given = dict(options.config_kwargs)
+        given["s3"] = {**s3, **(given.get("s3") or {})}
+        config = config.merge(Config(**given))
+    try:
+        session = boto3.Session(
+            aws_access_key_id=options.aws_access_key_id,
+            aws_secret_access_key=options.aws_secret_access_key,
+            aws_session_token=options.aws_session_token,
+            profile_name=options.profile,
+        )
+        arguments = {"region_name": options.region_name, "endpoint_url": options.endpoint_url, "verify": options.verify}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        client = session.client("s3", config=config, **{**arguments, **options.client_kwargs})
+    except (BotoCoreError, ValueError, TypeError) as error:
+        raise StorageUnavailableError(errno.EINVAL, f"no S3 client can be made from the options: {error}") from error
+    client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+    host = client.meta.endpoint_url.split("://", 1)[-1].split("/", 1)[0].split(":", 1)[0]
+    return Connection(
+        client=client,
+        options=options,
+        threads=ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptlib-s3"),
+        is_aws=host.endswith((".amazonaws.com", ".amazonaws.com.cn")),
+    )
+
+
+def _add_md5(params: dict[str, Any], **kwargs: Any) -> None:
+    """Many stores want the older Content-MD5 for a batch deletion, which botocore does not send any more."""
+    body = params.get("body") or b""
+    body = body.encode() if isinstance(body, str) else body
+    params["headers"]["Content-MD5"] = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+
+def ask(connection: Connection, what: str, url: str, request: Callable[[], Any]) -> Any:
+    """Sends a request, repeats what botocore does not, and turns errors into those that storages raise.
+
+    Args:
+        what: is done, for people: ``upload of part 3``.
+        url: to what.
+
+    Raises:
+        OSError: see `s3_errors.translate`.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
+
+    attempts = connection.options.attempts
+    for attempt in range(1, attempts + 1):
+        try:
+            return request()
+        except (ClientError, BotoCoreError, HTTPError, InterruptedBodyError) as error:
+            code = code_of(error)
+            again = isinstance(error, InterruptedBodyError) or code in DAMAGED or code == CONFLICT
+            if not again or attempt == attempts:
+                raise connection.translate(error, what, url) from error
+            log.info("%s: %s: %s; once more", url, what, code or error)
+            time.sleep(random.uniform(0.5, 1) * min(1.0, 0.02 * 2**attempt))
+    raise AssertionError("attempts are at least one")

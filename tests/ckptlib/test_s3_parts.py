@@ -1,0 +1,152 @@
+"""Sizes of parts, bodies and requests of S3: pure, whatever the store."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptlib.storage import s3_parts
+from ckptlib.storage.s3_options import S3Options
+from ckptlib.storage.s3_parts import (
+    MAX_PART_BYTES,
+    MAX_PARTS,
+    MIB,
+    PART_BYTES,
+    Body,
+    bounds,
+    first_part_size,
+    part_size,
+)
+from ckptlib.storage.s3_read import plan_requests
+
+TIB = 1024**4
+
+
+@given(size=st.integers(0, 48 * TIB), more=st.floats(1.0, 1.2))
+def test_a_file_of_known_size_never_has_more_parts_than_the_store_takes(size: int, more: float) -> None:
+    """P28: also when it becomes larger than was said. Parts that a store takes, all but the last of them full."""
+    first = first_part_size(size)
+    parts = list(itertools.islice(bounds(int(size * more), first), MAX_PARTS + 1))
+    assert len(parts) <= MAX_PARTS
+    assert all(PART_BYTES <= stop - start <= MAX_PART_BYTES for start, stop in parts[:-1])
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])][: len(parts)]
+    assert not parts or parts[-1][1] == int(size * more)
+
+
+def test_a_stream_of_unknown_size_can_grow_beyond_the_largest_objects() -> None:
+    """P28: other tools fail at part 10,001."""
+    sizes = [part_size(number, first_part_size(None)) for number in range(MAX_PARTS)]
+    assert sum(sizes) > 5 * TIB
+    assert sizes == sorted(sizes)
+    assert sum(sizes[:64]) == 1024 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(None, 16), (0, 16), (125 * 1024 * MIB, 16), (TIB, 117), (5 * TIB, 583)]
+)
+def test_parts_are_as_large_as_they_must_be_and_no_larger(size: int | None, expected: int) -> None:
+    assert first_part_size(size) == expected * MIB
+
+
+def test_a_store_that_takes_few_parts_gets_few() -> None:
+    """P28: the same arithmetic at a limit of 10."""
+    assert len(list(bounds(90 * MIB, first_part_size(90 * MIB, MIB, 10), 10))) == 9
+    assert [part_size(n, MIB, 10) // MIB for n in range(10)] == [1] * 8 + [2, 4]
+
+
+@given(st.lists(st.binary(max_size=50), max_size=8))
+def test_a_body_gives_its_bytes_as_often_as_it_is_asked(pieces: list[bytes]) -> None:
+    content = b"".join(pieces)
+    body = Body(map(memoryview, pieces))
+    assert len(body) == len(content)
+    assert body.sha256() == hashlib.sha256(content).hexdigest()
+    for _ in range(2):
+        assert b"".join(iter(lambda: bytes(body.read(7)), b"")) == content
+        assert body.tell() == len(content)
+        body.seek(0)
+    assert body.read() == content
+    assert body.seek(0, io.SEEK_END) == len(content)
+
+
+def test_a_body_is_sent_in_large_pieces_of_the_memory_itself() -> None:
+    memory = bytearray(os.urandom(3 * MIB + 5))
+    body = Body([memoryview(memory)])
+    pieces = list(iter(lambda: body.read(16384), b""))
+    assert [len(piece) for piece in pieces] == [MIB, MIB, MIB, 5]
+    memory[0] ^= 1
+    assert pieces[0][0] == memory[0]
+
+
+def test_a_composite_is_the_digest_of_the_digests() -> None:
+    digests = [hashlib.sha256(bytes([i])) for i in range(3)]
+    expected = hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+    assert s3_parts.composite([digest.hexdigest() for digest in digests]) == expected
+
+
+ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 120)), max_size=12)
+
+
+@given(ranges, st.integers(0, 60), st.integers(1, 200))
+def test_requests_read_every_range_once_and_no_large_gap(pairs: list[tuple[int, int]], gap: int, most: int) -> None:
+    """R3: what is read beside the ranges is in gaps that are no larger than allowed."""
+    content = bytes(i % 251 for i in range(1000))
+    buffers = [bytearray(length) for _, length in pairs]
+    requests = plan_requests([(at, memoryview(b)) for (at, _), b in zip(pairs, buffers, strict=True)], gap, most)
+    for request in requests:
+        assert request.start == request.pieces[0][0]
+        assert request.stop - request.start <= most
+        at = request.start
+        for offset, view in request.pieces:
+            assert 0 <= offset - at <= gap
+            view[:] = content[offset : offset + len(view)]
+            at = offset + len(view)
+        assert at == request.stop
+    assert [bytes(b) for b in buffers] == [content[at : at + length] for at, length in pairs]
+
+
+def test_neighbours_share_requests_and_large_ranges_are_cut() -> None:
+    buffers = [memoryview(bytearray(length)) for length in (10, 20, 30)]
+    requests = plan_requests([(0, buffers[0]), (10, buffers[1]), (40, buffers[2])], gap=10, most=100)
+    assert [(request.start, request.stop) for request in requests] == [(0, 70)]
+    requests = plan_requests([(5, memoryview(bytearray(250)))], gap=10, most=100)
+    assert [(request.start, request.stop) for request in requests] == [(5, 105), (105, 205), (205, 255)]
+
+
+def test_options_are_those_of_boto3_and_of_s3fs() -> None:
+    options = S3Options.parse(
+        {"key": "k", "secret": "s", "region": "eu-west-1", "use_listings_cache": False, "client_kwargs": None}
+    )
+    same = S3Options.parse({"aws_access_key_id": "k", "aws_secret_access_key": "s", "region_name": "eu-west-1"})
+    assert options == same
+    assert options.identity == same.identity
+    assert options.identity != S3Options.parse({"key": "k", "secret": "other"}).identity
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"endpoint": "x"}, "'endpoint'.*endpoint_url"),
+        ({"key": "a", "aws_access_key_id": "b"}, "same option"),
+        ({"part_size": 0}, "part_size"),
+        ({"attempts": 1.5}, "attempts"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"s3_additional_kwargs": {"Storage": "x"}}, "Storage.*StorageClass"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        S3Options.parse(options)
+
+
+def test_secrets_are_not_shown() -> None:
+    options = S3Options.parse({"key": "k", "secret": "hidden", "token": "hidden", "client_kwargs": {"aws": "hidden"}})
+    assert "hidden" not in repr(options)
+    with pytest.raises(ValueError, match="known") as caught:
+        S3Options.parse({"secrets": "hidden"})
+    assert "hidden" not in str(caught.value)
