@@ -29,7 +29,7 @@ from catalog.rows import (
     VerificationRow,
     VerifyLease,
 )
-from catalog.states import Branch, Lifecycle, Verdict
+from catalog.states import Branch, Grant, Lifecycle, Verdict
 from ckptlib.errors import CatalogError, StaleWriteError
 from ckptlib.events import AttemptEvent, CommitEvent
 
@@ -269,6 +269,7 @@ class Catalog:
         at: int | None = None,
         purpose: resume.Purpose = "train",
         allow_unverified: bool = False,
+        require: Grant = "store",
         kinds: Collection[str] = resume.DEFAULT_KINDS,
     ) -> resume.Selection:
         """Where the run resumes, or why nowhere; see `catalog.resume`.
@@ -277,9 +278,13 @@ class Catalog:
             at: exactly this iteration.
             purpose: ``train`` needs model and optimizer, ``eval`` the model.
             allow_unverified: take checkpoints that nobody has read back yet. Never corrupt or suspect ones.
+            require: what a verification must have been at least: ``store`` accepts the store's own digests,
+                ``data`` only what was read back.
             kinds: which kinds may be selected; releases only when named.
         """
-        request = resume.Request(run, at=at, purpose=purpose, allow_unverified=allow_unverified, kinds=frozenset(kinds))
+        request = resume.Request(
+            run, at=at, purpose=purpose, allow_unverified=allow_unverified, require=require, kinds=frozenset(kinds)
+        )
         with self.database.read() as connection:
             run_id = queries.run_id_of(connection, run)
             if run_id is None:
@@ -295,6 +300,7 @@ class Catalog:
         owner: str,
         ttl: float,
         limit: int = 1,
+        level: str = "data",
         run: str | None = None,
         checkpoint_id: int | None = None,
         force: bool = False,
@@ -305,6 +311,7 @@ class Catalog:
         Args:
             owner: who verifies, for people.
             ttl: seconds until somebody else may take over, unless renewed.
+            level: at which they will be verified: what only the store vouched for waits for ``data`` too.
             force: also those with a verdict already, and without waiting out a backoff. Nobody's lease is broken.
             exclude: ids to pass over: what this caller has dealt with.
 
@@ -319,11 +326,18 @@ class Catalog:
                 ttl=ttl,
                 now=now,
                 limit=limit,
+                level=level,
                 run=run,
                 checkpoint_id=checkpoint_id,
                 force=force,
                 exclude=exclude,
             )
+
+    def waiting(self, run: str | None = None, *, level: str = "data") -> list[CheckpointRow]:
+        """What waits for a verification at this level, leased or backing off or not; as `checkpoints`."""
+        where = [Checkpoint.lifecycle == "finalized", leases.waits(level), *([] if run is None else [Run.name == run])]
+        with self.database.read() as connection:
+            return queries.select_checkpoints(connection, *where)
 
     def renew(self, lease: VerifyLease, ttl: float) -> VerifyLease:
         """Keeps a lease for `ttl` more seconds.

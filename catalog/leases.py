@@ -20,12 +20,10 @@ from catalog.changes import NO_LEASE, add_event, change
 from catalog.models import Checkpoint, File, Run, Verification
 from catalog.recording import refresh_branches, require, require_locked
 from catalog.rows import CheckpointRow, VerifyLease
-from catalog.states import Verdict
+from catalog.states import GRANTS, Verdict
 from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError
 
-Outcome = Literal["ok", "corrupt", "unreadable", "incomplete"]
-GRANTING = ("store", "data")
-"""Levels that grant `verified`; the others look at too little (V3)."""
+Outcome = Literal["ok", "corrupt", "unreadable", "unverifiable", "incomplete"]
 
 BACKOFF = 60.0
 BACKOFF_LIMIT = 6 * 3600.0
@@ -46,7 +44,8 @@ class Findings:
 
     Attributes:
         outcome: ``ok``; ``corrupt``: bytes are not what was recorded; ``unreadable``: nobody can say, try again
-            later (V2); ``incomplete``: not ok, without proof that the bytes are wrong.
+            later (V2); ``unverifiable``: the store has no word on all files, reading them would tell; ``incomplete``:
+            not ok, without proof that the bytes are wrong.
     """
 
     outcome: Outcome
@@ -76,6 +75,8 @@ class Report(Protocol):
     @property
     def unreadable(self) -> bool: ...
     @property
+    def unverifiable(self) -> bool: ...
+    @property
     def checks(self) -> Mapping[str, _FileCheck]: ...
     @property
     def problems(self) -> Sequence[str]: ...
@@ -94,6 +95,8 @@ def findings_of(report: Report, level: str) -> Findings:
         outcome = "corrupt"
     elif report.unreadable:
         outcome = "unreadable"
+    elif report.unverifiable:
+        outcome = "unverifiable"
     return Findings(
         outcome=outcome,
         level=level,
@@ -116,12 +119,16 @@ def take(
     ttl: float,
     now: datetime,
     limit: int,
+    level: str = "data",
     run: str | None = None,
     checkpoint_id: int | None = None,
     force: bool = False,
     exclude: Collection[int] = (),
 ) -> list[VerifyLease]:
     """Leases up to `limit` checkpoints that wait for verification, newest first: they are the next resume points.
+
+    Args:
+        level: at which they will be verified; see `waits`.
 
     Raises:
         LeaseHeldError: `checkpoint_id` is given and somebody else is at it.
@@ -131,7 +138,7 @@ def take(
     where: list[ColumnElement[bool]] = [Checkpoint.lifecycle == "finalized"]
     if not force:
         where += [
-            Checkpoint.verdict == "unverified",
+            waits(level),
             or_(Checkpoint.retry_at.is_(None), Checkpoint.retry_at <= now),
         ]
     if run is not None:
@@ -161,6 +168,14 @@ def take(
     return leases
 
 
+def waits(level: str) -> ColumnElement[bool]:
+    """What a verification at this level can add to: it has no verdict, or one that a closer look may change."""
+    if level == "data":
+        by_store = and_(Checkpoint.verdict == "verified", Checkpoint.verified_level != "data")
+        return or_(Checkpoint.verdict.in_(("unverified", "unverifiable")), by_store)
+    return Checkpoint.verdict.in_(("unverified", "unverifiable") if level == "auto" else ("unverified",))
+
+
 def _lease(connection: Connection, checkpoint_id: int, owner: str, token: str, expires_at: datetime) -> VerifyLease:
     row = require(connection, checkpoint_id)
     files = queries.select_files(connection, checkpoint_id)
@@ -173,6 +188,7 @@ def _lease(connection: Connection, checkpoint_id: int, owner: str, token: str, e
         root_url=row.root_url,
         root_id=row.root_id,
         format=row.format,
+        manifest_sha256=row.manifest_sha256,
         owner=owner,
         token=token,
         expires_at=expires_at,
@@ -240,8 +256,8 @@ def finish(
 ) -> CheckpointRow:
     """Records a verification, and the verdict that follows from it, if the lease is still held (S1).
 
-    ``ok`` at a granting level verifies, ``corrupt`` condemns this copy (V4); anything else keeps the verdict, and
-    what was unreadable waits longer each time (V2).
+    ``ok`` at a granting level verifies, ``corrupt`` condemns this copy (V4), ``unverifiable`` says so where nothing was
+    known; anything else keeps the verdict, and what was unreadable waits longer each time (V2).
 
     Raises:
         LeaseHeldError, StaleWriteError: as `renew`. Nothing was written.
@@ -259,7 +275,7 @@ def finish(
     else:
         values |= {"verify_failures": 0, "retry_at": None}
     if verdict == "verified":
-        values |= {"verified_at": row.verified_at or now, "verified_level": findings.level}
+        values |= {"verified_at": row.verified_at or now, "verified_level": _level(row, findings)}
     data = {"level": findings.level, "outcome": findings.outcome, "worker": worker, "problems": findings.problems[:5]}
     if not change(connection, row, verdict=verdict, actor=worker, at=now, data=data, token=lease.token, values=values):
         _update_leased(connection, lease, values)
@@ -278,9 +294,18 @@ def _verdict(row: CheckpointRow, findings: Findings) -> Verdict:
     if findings.outcome == "corrupt":
         return "corrupt"
     # A suspect copy failed a resume although its bytes were right: reading them once more proves nothing.
-    if findings.outcome == "ok" and findings.level in GRANTING and row.verdict != "suspect":
+    if findings.outcome == "ok" and findings.level in GRANTS and row.verdict != "suspect":
         return "verified"
+    if findings.outcome == "unverifiable" and row.verdict == "unverified":
+        return "unverifiable"
     return row.verdict
+
+
+def _level(row: CheckpointRow, findings: Findings) -> str | None:
+    """By what a checkpoint is verified: a glance at the store's digests takes nothing from one that was read back."""
+    granted = findings.outcome == "ok" and findings.level in GRANTS
+    stays = row.verdict == "verified" and (not granted or row.verified_level == "data")
+    return row.verified_level if stays else findings.level
 
 
 def _fill_in_digests(connection: Connection, lease: VerifyLease, findings: Findings) -> None:
@@ -309,7 +334,7 @@ def _record_verification(
     failed = {
         name: {"verdict": finding.verdict, "detail": finding.detail}
         for name, finding in sorted(findings.files.items())
-        if finding.verdict not in ("ok", "extra")
+        if finding.verdict not in ("ok", "extra", "unverifiable")  # of these `problems` says how many, and why
     }
     connection.execute(
         insert(Verification).values(

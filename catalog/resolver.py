@@ -10,6 +10,7 @@ from catalog import resume
 from catalog.catalog import Catalog
 from catalog.entries import FOREIGN_PREFIX
 from catalog.rows import CheckpointRow
+from catalog.states import Grant
 from ckptlib import commit, formats, roots
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, NoResumePointError
@@ -27,12 +28,14 @@ class ResumeResolver:
 
     Attributes:
         db_url: as for `Catalog`.
-        allow_unverified: also take what nobody has read back yet.
+        allow_unverified: also take what nobody has verified yet.
+        require: ``data``: only what was read back, not what a store vouched for.
         timeout: seconds to wait for a locked or unreachable database.
     """
 
     db_url: str | None = None
     allow_unverified: bool = False
+    require: Grant = "store"
     timeout: float = 10.0
 
     def resolve(self, *, run: str, root_url: str, at: int | None) -> ResumeChoice | None:
@@ -50,14 +53,15 @@ class ResumeResolver:
         storage, root = st.resolve(root_url)
         identity = roots.read_identity(storage, root)
         here = _Here(storage, root, None if identity is None else identity.root_id)
-        request = resume.Request(run, at=at, allow_unverified=self.allow_unverified)
+        request = resume.Request(run, at=at, allow_unverified=self.allow_unverified, require=self.require)
         while True:
             found = resume.select(rows, request)
             if isinstance(found, resume.NoneYet):
                 return None
             if isinstance(found, resume.NotEligible):
+                level = " --level data" if self.require == "data" else ""
                 raise NoResumePointError(
-                    f"{found.message}. Verify with `ckpt verify {shlex.quote(run)}`, find unknown ones with "
+                    f"{found.message}. Verify with `ckpt verify {shlex.quote(run)}{level}`, find unknown ones with "
                     f"`ckpt scan {shlex.quote(root_url)} --adopt`, or resume with allow_unverified=True.",
                     rejected=[(f"{row.name} ({row.save_id})", reason) for row, reason in found.rejected],
                 )

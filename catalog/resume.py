@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from catalog.rows import CheckpointRow
+from catalog.states import GRANTS, Grant
 from ckptlib.errors import UnsupportedError
 
 Purpose = Literal["train", "eval"]
@@ -19,6 +20,12 @@ Purpose = Literal["train", "eval"]
 NEEDS: dict[str, frozenset[str]] = {"train": frozenset({"model", "optimizer"}), "eval": frozenset({"model"})}
 DEFAULT_KINDS: frozenset[str] = frozenset({"persistent", "non_persistent_global"})
 """Releases only on request; copies on a host's own disk cannot be judged from here."""
+
+REASONS: dict[str, str] = {
+    "unverified": "is not verified yet",
+    "unverifiable": "is unverifiable: its store keeps no digests to compare with, and nobody has read it back",
+}
+"""Why a checkpoint is not taken unless that is allowed, by its verdict."""
 
 Rejected = tuple[tuple[CheckpointRow, str], ...]
 
@@ -61,21 +68,25 @@ class Request:
 
     Attributes:
         at: exactly this iteration; 0 is one (R6).
+        require: level of the verification, at least; not asked for with `allow_unverified`.
         kinds: which kinds may be selected.
 
     Raises:
-        UnsupportedError: the purpose does not exist.
+        UnsupportedError: the purpose, or what is required, does not exist.
     """
 
     run: str
     at: int | None = None
     purpose: Purpose = "train"
     allow_unverified: bool = False
+    require: Grant = "store"
     kinds: frozenset[str] = DEFAULT_KINDS
 
     def __post_init__(self) -> None:
         if self.purpose not in NEEDS:
             raise UnsupportedError(f"purpose {self.purpose!r}: expected one of {', '.join(sorted(NEEDS))}")
+        if self.require not in GRANTS:
+            raise UnsupportedError(f"require {self.require!r}: expected one of {', '.join(GRANTS)}")
 
 
 def why_not(row: CheckpointRow, request: Request) -> str | None:
@@ -87,7 +98,9 @@ def why_not(row: CheckpointRow, request: Request) -> str | None:
     if row.verdict == "suspect":
         return "is suspect: a resume from it failed"
     if row.verdict != "verified" and not request.allow_unverified:
-        return "is not verified yet" if row.verdict == "unverified" else f"is {row.verdict}"
+        return REASONS.get(row.verdict, f"is {row.verdict}")
+    if row.verdict == "verified" and request.require == "data" != row.verified_level and not request.allow_unverified:
+        return "is verified by the store's digests only, and was to be read back"
     if row.kind not in request.kinds:
         return f"is of kind {row.kind}, which is only used on request"
     if row.semantic_type == "LOCAL" and request.at is None:

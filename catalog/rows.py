@@ -30,6 +30,7 @@ class CheckpointRow:
             `committed_at` of an adopted row is its manifest's time, kept in the order of its run.
         version: grows with every change of lifecycle, verdict, branch or holds.
         verified_at: when it was verified first; stays when the verdict changes later.
+        verified_level: ``data``: it was read back; ``store``: the store vouched for it.
     """
 
     id: int
@@ -213,7 +214,7 @@ class VerifyLease:
     Attributes:
         version: of the row when the lease was taken.
         size: bytes of all files.
-        files: what to compare with (V1).
+        manifest_sha256, files: what to compare with (V1).
     """
 
     checkpoint_id: int
@@ -224,6 +225,7 @@ class VerifyLease:
     root_url: str
     root_id: str | None
     format: str
+    manifest_sha256: str
     owner: str
     token: str
     expires_at: datetime

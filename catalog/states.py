@@ -20,10 +20,13 @@ from ckptlib.errors import TransitionError
 Lifecycle = Literal["writing", "finalized", "aborted", "missing", "deleting", "deleted"]
 Verdict = Literal["unverified", "verified", "corrupt", "unverifiable", "suspect"]
 Branch = Literal["live", "abandoned"]
+Grant = Literal["store", "data"]
 
 LIFECYCLES: tuple[Lifecycle, ...] = get_args(Lifecycle)
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
+GRANTS: tuple[Grant, ...] = get_args(Grant)
+"""Levels of a verification that grant the verdict *verified*, the weaker one first (V3)."""
 
 LIFECYCLE_MOVES: dict[Lifecycle, frozenset[Lifecycle]] = {
     "writing": frozenset({"finalized", "aborted", "deleting"}),

@@ -50,7 +50,7 @@ def verify_leased(
     """Verifies a checkpoint and records the verdict. The lease is renewed while there is progress.
 
     Args:
-        level: how deep to look; ``data`` (and ``store``) can grant the verdict *verified*.
+        level: how deep to look; ``data``, ``store`` and ``auto`` can grant the verdict *verified*.
         threads: files that are read at the same time.
         progress: called with (bytes done, bytes in all), from any thread.
         ttl: seconds for which the lease is renewed.
@@ -66,13 +66,15 @@ def verify_leased(
         CkptError, OSError: it cannot be verified at all. The work was given back, to be tried again later.
     """
     keeper = _Keeper(catalog, lease, ttl, progress)
+    foreign = lease.save_id.startswith(FOREIGN_PREFIX)
     try:
         _require_root(lease)
         report = verify(
             lease.url,
             level=level,
-            save_id=None if lease.save_id.startswith(FOREIGN_PREFIX) else lease.save_id,
+            save_id=None if foreign else lease.save_id,
             expected=expected_digests(lease),
+            manifest_sha256=None if foreign else lease.manifest_sha256,
             threads=threads,
             progress=keeper,
             batches=batches,
@@ -88,7 +90,7 @@ def verify_leased(
             _mark_gone(catalog, lease, error)
         raise
     before = catalog.checkpoint_by_id(lease.checkpoint_id)
-    after = catalog.finish_verification(lease, report, level=level, worker=worker)
+    after = catalog.finish_verification(lease, report, level=report.level, worker=worker)
     if after.verdict != before.verdict:
         try:
             tracker.follow(catalog, after)

@@ -78,7 +78,11 @@ class CommitListener(Protocol):
 
 
 class Resolver(Protocol):
-    """Decides what a run resumes from (R2)."""
+    """Decides what a run resumes from (R2).
+
+    One whose attribute ``require`` is ``"data"`` wants bytes that were read back: where storage is asked in its place,
+    no store's word is taken either.
+    """
 
     def resolve(self, *, run: str, root_url: str, at: int | None) -> ResumeChoice | None:
         """The resume point; None when the run has no checkpoint at all.

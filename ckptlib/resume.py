@@ -79,8 +79,12 @@ def newest_verifying(
     at: int | None,
     on_event: NoticeHandler | None,
     storage_options: Mapping[str, Any] | None = None,
+    level: str = "auto",
 ) -> ResumeChoice | None:
     """The newest committed checkpoint whose bytes verify now: what to trust when nobody has verified anything.
+
+    Args:
+        level: of `verification.verify`.
 
     Returns:
         None when there is no committed checkpoint (of iteration `at`).
@@ -96,7 +100,7 @@ def newest_verifying(
     for found in usable:
         choice = choice_of(found, "newest committed on storage; verified now")
         try:
-            report = verify(found.url, save_id=choice.save_id, storage_options=storage_options)
+            report = verify(found.url, level=level, save_id=choice.save_id, storage_options=storage_options)
         except CkptError as error:
             reason = str(error)
         else:

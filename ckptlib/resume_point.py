@@ -146,5 +146,6 @@ class ResumePoints:
             choice = None
         if choice is not None:
             return choice, None
-        verified = resume.newest_verifying(self.storage, self.root, at, self.on_event, self.storage_options)
+        level = "data" if getattr(self.resolver, "require", None) == "data" else "auto"
+        verified = resume.newest_verifying(self.storage, self.root, at, self.on_event, self.storage_options, level)
         return None if verified is None else (verified, None)

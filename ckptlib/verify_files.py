@@ -13,13 +13,17 @@ from typing import Literal
 from isal import isal_zlib
 
 from ckptlib import storage as st
+from ckptlib import verify_store
+from ckptlib.read_ahead import BLOCK_BYTES, ReadAhead
 
-Verdict = Literal["ok", "missing", "extra", "size", "digest", "unreadable"]
+Verdict = Literal["ok", "missing", "extra", "size", "digest", "unreadable", "unverifiable"]
 Origin = Literal["writer", "imported", "first-read"]
+Level = Literal["listing", "store", "structure", "data"]
+Asked = Level | Literal["auto"]
 Progress = Callable[[int, int], None]
 
-BLOCK_BYTES = 8 * 1024 * 1024
-"""Bytes per read; each thread holds one block."""
+LOOKS = 16
+"""Files whose size, or whose digests the store keeps, are asked for at the same time: a request each, no content."""
 
 BAD: frozenset[Verdict] = frozenset({"missing", "size", "digest"})
 """Verdicts that mean: these are not the bytes that were written."""
@@ -35,6 +39,7 @@ class FileCheck:
         expected_sha256: what it was compared with.
         origin: where that came from (V1); None when there is nothing to compare with.
         detail: what is wrong, for people; empty when all is well.
+        by_store: the verdict follows from the digests that the store keeps; nobody read the bytes.
     """
 
     verdict: Verdict
@@ -43,6 +48,7 @@ class FileCheck:
     expected_sha256: str | None = None
     origin: Origin | None = None
     detail: str = ""
+    by_store: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Expected:
         sha256: None when unknown.
         ending: its last bytes, if they are always these: tells a file that was cut off from one that was changed.
         sealed: ranges with a CRC-32, in order, not overlapping; compared on the way.
+        part_size, part_sha256: of the parts in which it was handed to a store; none where it was not.
+        control: a small file of the protocol or for other readers, no payload: it is read where the store has no word.
     """
 
     size: int | None = None
@@ -73,6 +81,9 @@ class Expected:
     at_least: int = 0
     ending: bytes = b""
     sealed: tuple[Sealed, ...] = ()
+    part_size: int | None = None
+    part_sha256: tuple[str, ...] = ()
+    control: bool = False
 
 
 @dataclass
@@ -143,13 +154,18 @@ class _StoppedError(Exception):
     """Another thread of the same check failed: its error is the one that is raised."""
 
 
+Looked = Mapping[str, FileCheck | int]
+"""What is known of files without reading them: a verdict, or the size of one that remains to be read."""
+
+
 class FileChecker:
     """Checks files of one directory with a few threads.
 
     Args:
         storage, path: the checkpoint's directory.
-        read: whether files are read and hashed, or only their sizes compared.
-        threads: how many files are read at the same time.
+        level: ``listing`` and ``structure`` compare sizes; ``store`` what the store vouches for; ``data`` reads and
+            hashes every byte; ``auto`` those of which the store's word does not say that all is well.
+        threads: how many files are read at the same time; each holds `read_ahead.AHEAD` + 1 blocks.
         progress: called with (bytes done, bytes in all) as blocks are read; from any of the threads, one at a time.
         batches: how reading is shared out; None: all at once.
     """
@@ -159,100 +175,145 @@ class FileChecker:
         storage: st.Storage,
         path: str,
         *,
-        read: bool,
+        level: Asked,
         threads: int = 2,
         progress: Progress | None = None,
         batches: Batches | None = None,
     ) -> None:
         self._storage = storage
         self._path = path
-        self.reads = read
+        self._asked = level
         self._threads = max(1, threads)
         self._progress = progress
         self._batches = batches
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._total = 0
+        self._by_store = False
         self.bytes_read = 0
 
-    def check(self, expected: Mapping[str, Expected]) -> dict[str, FileCheck]:
-        """One verdict per file, by name."""
-        sizes: dict[str, FileCheck | int] = {name: self._stat(name, want) for name, want in expected.items()}
-        self._total = sum(size for size in sizes.values() if isinstance(size, int)) if self.reads else 0
+    @property
+    def level(self) -> Level:
+        """How deep it looks; of ``auto`` what that came to: ``store`` when one file or more were taken at its word."""
+        if self._asked == "auto":
+            return "store" if self._by_store else "data"
+        return self._asked
 
-        def size_of(name: str) -> int:
-            size = sizes[name]
-            return size if isinstance(size, int) else 0
+    def look(self, expected: Mapping[str, Expected]) -> Looked:
+        """What sizes alone, or a store's digests, say of the files."""
+        look = self._ask if self._asked in ("store", "auto") else self._compare_size
+        with ThreadPoolExecutor(LOOKS, thread_name_prefix="ckptlib-look") as pool:
+            looked = dict(zip(expected, pool.map(look, expected, expected.values()), strict=True))
+        self._by_store |= any(isinstance(found, FileCheck) and found.by_store for found in looked.values())
+        return looked
 
+    def check(self, expected: Mapping[str, Expected], looked: Looked | None = None) -> dict[str, FileCheck]:
+        """One verdict per file, by name.
+
+        Args:
+            looked: what `look` found, for who has come between.
+        """
+        looked = self.look(expected) if looked is None else looked
+        checks = {name: found for name, found in looked.items() if isinstance(found, FileCheck)}
+        sizes = {name: found for name, found in looked.items() if not isinstance(found, FileCheck)}
+        self._total = sum(sizes.values())
         # Longest first: the last thread to finish then ends with a short one.
-        order = sorted(expected, key=size_of, reverse=True)
-        checks: dict[str, FileCheck] = {}
-        if self._batches is None or not self.reads:
-            self._check_all(order, sizes, expected, checks)
+        order = sorted(sizes, key=sizes.__getitem__, reverse=True)
+        if self._batches is None:
+            self._read_all(order, sizes, expected, checks)
         else:
-            for names in _share_out(order, size_of, self._batches):
-                label = f"{len(names)} files, {sum(map(size_of, names)) / 2**30:.2f} GiB"
-                self._batches.run(label, partial(self._check_all, names, sizes, expected, checks))
+            for names in _share_out(order, sizes.__getitem__, self._batches):
+                label = f"{len(names)} files, {sum(map(sizes.__getitem__, names)) / 2**30:.2f} GiB"
+                self._batches.run(label, partial(self._read_all, names, sizes, expected, checks))
         return {name: checks[name] for name in sorted(checks)}
 
-    def _check_all(
+    def _read_all(
         self,
         names: Sequence[str],
-        sizes: Mapping[str, FileCheck | int],
+        sizes: Mapping[str, int],
         expected: Mapping[str, Expected],
         checks: dict[str, FileCheck],
     ) -> None:
+        if not names:
+            return
         self._stopped.clear()  # whoever runs a batch may run it again after an error
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="ckptlib-verify") as pool:
+        with (
+            ReadAhead(self._storage, self._threads) as ahead,
+            ThreadPoolExecutor(self._threads, thread_name_prefix="ckptlib-verify") as pool,
+        ):
             try:
-                found = pool.map(lambda name: self._check(name, sizes[name], expected[name]), names)
+                found = pool.map(lambda name: self._read(ahead, name, sizes[name], expected[name]), names)
                 checks.update(zip(names, found, strict=True))
             except BaseException:  # also Ctrl-C, and whatever `progress` raises: the other threads stop at once
                 self._stopped.set()
                 raise
 
-    def _stat(self, name: str, want: Expected) -> FileCheck | int:
+    def _ask(self, name: str, want: Expected) -> FileCheck | int:
+        """What the store says of a file by itself; its size, where somebody has to read it."""
+        try:
+            vouched = self._storage.vouched(st.join(self._path, name))
+        except FileNotFoundError:
+            return _missing(want)
+        except OSError as error:
+            return FileCheck("unreadable", None, None, want.sha256, want.origin, describe(error))
+        if vouched is None:
+            size = self._size(name, want)
+            if isinstance(size, FileCheck):
+                return size
+            judged = verify_store.Judged("unknown", verify_store.no_word(self._storage.capabilities.name))
+        else:
+            size = _fitting(vouched.size, want)
+            if isinstance(size, FileCheck):
+                return size
+            judged = verify_store.judge(vouched, want.sha256, want.part_size, want.part_sha256)
+        if judged.outcome == "ok":
+            return FileCheck("ok", size, None, want.sha256, want.origin, by_store=True)
+        if self._asked == "auto" or (want.control and size <= BLOCK_BYTES and judged.outcome == "unknown"):
+            return size
+        verdict: Verdict = "digest" if judged.outcome == "digest" else "unverifiable"
+        return FileCheck(verdict, size, None, want.sha256, want.origin, judged.detail)
+
+    def _compare_size(self, name: str, want: Expected) -> FileCheck | int:
+        """The size of a file that is to be read; else the verdict that it gives."""
+        size = self._size(name, want)
+        if self._asked == "data" or isinstance(size, FileCheck):
+            return size
+        return FileCheck("ok", size, None, want.sha256, want.origin)
+
+    def _size(self, name: str, want: Expected) -> FileCheck | int:
         """Size of a file, or the verdict that its size alone gives."""
         try:
             size = self._storage.stat(st.join(self._path, name))
         except OSError as error:
             return FileCheck("unreadable", None, None, want.sha256, want.origin, describe(error))
         if size is None:
-            return FileCheck("missing", None, None, want.sha256, want.origin, "the file is not there")
-        if want.size is not None and size != want.size:
-            return FileCheck("size", size, None, want.sha256, want.origin, f"{size} bytes, expected {want.size}")
-        if size < want.at_least:
-            detail = f"{size} bytes, at least {want.at_least} expected"
-            return FileCheck("size", size, None, want.sha256, want.origin, detail)
-        return size
+            return _missing(want)
+        return _fitting(size, want)
 
-    def _check(self, name: str, size: FileCheck | int, want: Expected) -> FileCheck:
-        if isinstance(size, FileCheck):
-            return size
-        if not self.reads:
-            return FileCheck("ok", size, None, want.sha256, want.origin)
+    def _read(self, ahead: ReadAhead, name: str, size: int, want: Expected) -> FileCheck:
         try:
-            digest, tail, damage = self._hash(st.join(self._path, name), size, want.sealed)
+            digest, tail, damage = self._hash(ahead, st.join(self._path, name), size, want.sealed)
         except FileNotFoundError:
             return FileCheck("missing", None, None, want.sha256, want.origin, "the file vanished while it was checked")
         except OSError as error:
-            again = self._stat(name, want)
+            again = self._size(name, want)
             if isinstance(again, FileCheck) and again.verdict in BAD:  # cut off while it was read
                 return again
             return FileCheck("unreadable", size, None, want.sha256, want.origin, describe(error))
         return _judge(size, digest, tail, want, damage)
 
-    def _hash(self, file: str, size: int, sealed: Sequence[Sealed]) -> tuple[str, bytes, str]:
-        """SHA-256, last bytes, and what the CRC-32s inside say is damaged."""
+    def _hash(self, ahead: ReadAhead, file: str, size: int, sealed: Sequence[Sealed]) -> tuple[str, bytes, str]:
+        """SHA-256, last bytes, and what the CRC-32s inside say is damaged.
+
+        The whole is hashed in order, also where digests of parts are known: it is what every record of a file holds,
+        on every storage. Several processors are kept busy by several files.
+        """
         whole = hashlib.sha256()
         watch = _SealedReader(sealed)
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
         tail = b""
-        for start in range(0, size, BLOCK_BYTES):
+        for start, block in ahead.blocks(file, size):
             if self._stopped.is_set():
                 raise _StoppedError
-            block = buffer[: min(BLOCK_BYTES, size - start)]
-            self._storage.read_into(file, [(start, block)])
             whole.update(block)
             watch.feed(start, block)
             tail = (tail + bytes(block[-64:]))[-64:]
@@ -303,6 +364,20 @@ class _SealedReader:
                 self.damage = f"{part.what}: CRC-32 {self._crc32:08x}, recorded {part.crc32:08x}"
             self._next += 1
             self._crc32 = 0
+
+
+def _missing(want: Expected) -> FileCheck:
+    return FileCheck("missing", None, None, want.sha256, want.origin, "the file is not there")
+
+
+def _fitting(size: int, want: Expected) -> FileCheck | int:
+    """The size, if a file may have it."""
+    if want.size is not None and size != want.size:
+        return FileCheck("size", size, None, want.sha256, want.origin, f"{size} bytes, expected {want.size}")
+    if size < want.at_least:
+        detail = f"{size} bytes, at least {want.at_least} expected"
+        return FileCheck("size", size, None, want.sha256, want.origin, detail)
+    return size
 
 
 def _judge(size: int, digest: str, tail: bytes, want: Expected, damage: str) -> FileCheck:

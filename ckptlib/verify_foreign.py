@@ -48,13 +48,11 @@ def verify_foreign(
     path: str,
     checker: FileChecker,
     *,
-    deep: bool,
     expected: Mapping[str, tuple[int, str]],
 ) -> Findings:
-    """Checks a checkpoint that we did not write.
+    """Checks a checkpoint that we did not write; beyond ``store`` also whether tensors are tiled and items parse.
 
     Args:
-        deep: also whether tensors are tiled and items parse.
         expected: the catalog's copy; may be empty.
 
     Raises:
@@ -80,15 +78,17 @@ def verify_foreign(
     for name, (size, sha256) in expected.items():
         origin: Origin = "imported" if name in imported else "first-read"
         want[name] = replace(want.get(name, Expected()), size=size, sha256=sha256, origin=origin)
+    if torch_dist.COMMON not in listing and _needs_common(format_, index):
+        want.setdefault(torch_dist.COMMON, Expected(origin="first-read"))
+    looked = checker.look(want)
+    deep = checker.level in ("structure", "data")
     damage: dict[str, str] = {}
     if deep and index is not None:
         found.defects.extend(tiling_defects(index))
         damage = _seal(storage, path, index, listing, want, found)
-    if torch_dist.COMMON not in listing and _needs_common(format_, index):
-        want.setdefault(torch_dist.COMMON, Expected(origin="first-read"))
-    elif deep and torch_dist.COMMON in listing:
+    if deep and torch_dist.COMMON in listing:
         _seal_common(storage, path, want, found)
-    _merge(checker.check(want), damage, found)
+    _merge(checker.check(want, looked), damage, found)
     for name in listing.keys() - found.checks.keys():
         found.checks[name] = FileCheck(
             "extra", listing[name], detail="neither the metadata nor integrity.json names it"

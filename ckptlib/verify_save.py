@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ckptlib import commit, exported, exports, formats, records
 from ckptlib import storage as st
@@ -24,11 +24,24 @@ from ckptlib.verify_items import check_items, tiling_defects
 
 RECORD_ENDING = b"}\n"
 
-Copies = Mapping[str, tuple[int, str]]
-"""The catalog's copy: path -> (size, SHA-256)."""
+Files = Mapping[str, tuple[int, str]]
+"""path -> (size, SHA-256)."""
 
 
-def find_subject(storage: st.Storage, path: str, save_id: str | None, expected: Copies | None) -> str | None:
+@dataclass(frozen=True)
+class Copies:
+    """What the catalog recorded of a save at its commit (V1); nothing, where nobody asks it.
+
+    Attributes:
+        files: of the save itself.
+        manifest_sha256: None: not known.
+    """
+
+    files: Files = field(default_factory=dict)
+    manifest_sha256: str | None = None
+
+
+def find_subject(storage: st.Storage, path: str, save_id: str | None, expected: Files | None) -> str | None:
     """Which save of a directory to verify: `save_id`, or the newest that was committed; None: there are no saves here.
 
     A save counts as committed also when its decision is damaged or gone but its exports are there: they are written
@@ -57,14 +70,10 @@ def find_subject(storage: st.Storage, path: str, save_id: str | None, expected: 
     return save_id
 
 
-def verify_save(
-    storage: st.Storage, path: str, save_id: str, checker: FileChecker, *, deep: bool, expected: Copies
-) -> Findings:
-    """Checks one save.
+def verify_save(storage: st.Storage, path: str, save_id: str, checker: FileChecker, copies: Copies) -> Findings:
+    """Checks one save; beyond ``store`` also whether tensors are tiled and items parse.
 
-    Args:
-        deep: also whether tensors are tiled and items parse.
-        expected: the catalog's copy; may be empty.
+    At ``store`` it need not: the bytes are those that were looked at before the commit (W3).
 
     Raises:
         VersionError: it was written by a newer version.
@@ -86,14 +95,20 @@ def verify_save(
             of_exports = _exports(manifest, manifest_bytes)
             exports |= of_exports.keys()
             want.update(of_exports)
-    _compare_copies(want, expected, found)
+    _compare_copies(want, copies, found)
+    if manifest is not None and copies.manifest_sha256 not in (None, hashlib.sha256(manifest_bytes).hexdigest()):
+        found.defects.append(
+            f"{directory}/{commit.MANIFEST}: not the manifest that the catalog recorded, whose SHA-256 is "
+            f"{copies.manifest_sha256}"
+        )
     linked = {} if manifest is None else _linked(storage, path, manifest, want)
-    if manifest is not None and manifest.begin.format == "torch" and checker.reads:
+    rest = [name for name in want if name not in found.checks and name not in linked]
+    looked = checker.look({name: want[name] for name in rest})
+    if manifest is not None and manifest.begin.format == "torch" and checker.level == "data":
         _seal(storage, path, manifest, want)
-    read = {name: what for name, what in want.items() if name not in found.checks and name not in linked}
-    found.checks.update(checker.check(read))
+    found.checks.update(checker.check({name: want[name] for name in rest}, looked))
     found.checks.update({name: found.checks[source] for name, source in linked.items()})
-    if manifest is not None and deep:
+    if manifest is not None and checker.level in ("structure", "data"):
         _check_content(storage, path, manifest, checker, found)
     if any(found.checks[name].verdict != "ok" for name in exports) and _newest(storage, path) not in (None, save_id):
         for name in exports:  # another save was committed meanwhile: the exports are its own
@@ -191,16 +206,34 @@ def _files(manifest: Manifest, found: Findings) -> dict[str, Expected]:
         if entry.path.startswith("/") or "\\" in entry.path or ".." in parts or "" in parts:
             found.defects.append(f"the manifest names {entry.path!r}, which is no file of this directory")
             continue
-        want[entry.path] = Expected(entry.size, entry.sha256, "writer")
+        want[entry.path] = _expected(entry)
     return want
+
+
+def _expected(entry: FileEntry) -> Expected:
+    return Expected(
+        entry.size,
+        entry.sha256,
+        "writer",
+        part_size=entry.part_size,
+        part_sha256=entry.part_sha256,
+        control=entry.role != "data",
+    )
 
 
 def _exports(manifest: Manifest, manifest_bytes: bytes) -> dict[str, Expected]:
     """What foreign readers should find beside the save (W5)."""
     integrity = exports.integrity_bytes(manifest)
     derived = {exported.CHECKPOINT: manifest_bytes, exported.INTEGRITY: integrity}
-    want = {name: Expected(len(data), hashlib.sha256(data).hexdigest(), "writer") for name, data in derived.items()}
-    return want | {name: Expected(size, sha256, "writer") for name, (size, sha256) in manifest.exports.items()}
+    small = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in derived.items()}
+    want = {
+        name: Expected(size, sha256, "writer", control=True)
+        for name, (size, sha256) in (small | dict(manifest.exports)).items()
+    }
+    for name, entry in exported.copies(manifest.begin, manifest.files):  # a copy may be in the parts of its source
+        if name in want and (want[name].size, want[name].sha256) == (entry.size, entry.sha256):
+            want[name] = _expected(entry)
+    return want
 
 
 def _linked(storage: st.Storage, path: str, manifest: Manifest, want: Mapping[str, Expected]) -> dict[str, str]:
@@ -222,16 +255,18 @@ def _seal(storage: st.Storage, path: str, manifest: Manifest, want: dict[str, Ex
             want[entry.path] = replace(want[entry.path], sealed=sealed)
 
 
-def _compare_copies(want: dict[str, Expected], expected: Copies, found: Findings) -> None:
+def _compare_copies(want: dict[str, Expected], copies: Copies, found: Findings) -> None:
     """V1: the catalog's copy comes first; a manifest that contradicts it was changed after it was recorded."""
-    for name, (size, sha256) in expected.items():
+    for name, (size, sha256) in copies.files.items():
         known = want.get(name)
-        if known is not None and (known.size, known.sha256) != (size, sha256):
+        if known is None:
+            want[name] = Expected(size, sha256, "writer")
+        elif (known.size, known.sha256) != (size, sha256):
             found.defects.append(
                 f"{name}: the manifest says {known.size} bytes, SHA-256 {known.sha256}; the catalog recorded {size} "
                 f"bytes, {sha256}"
             )
-        want[name] = Expected(size, sha256, "writer")
+            want[name] = Expected(size, sha256, "writer")
         checked = found.checks.get(name)
         if checked is not None and checked.verdict == "ok" and checked.sha256 != sha256:
             detail = "its bytes are not those that the catalog recorded"
@@ -270,7 +305,7 @@ def _check_content(storage: st.Storage, path: str, manifest: Manifest, checker: 
     )
     readable = [name for name in sizes if found.checks.get(name, FileCheck("missing")).verdict == "ok"]
     # Whoever read all bytes and found the writer's digest need not parse every tensor again.
-    items = check_items(storage, path, index, readable, tensors=not checker.reads)
+    items = check_items(storage, path, index, readable, tensors=checker.level != "data")
     found.defects.extend(items.contradictions)
     for name, damage in items.damage.items():
         found.checks[name] = replace(found.checks[name], verdict="digest", detail=damage)

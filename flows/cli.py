@@ -140,7 +140,7 @@ def run_verify(
     ctx: typer.Context,
     checkpoint: Annotated[str, typer.Argument(metavar="RUN@ITER", help="Or the checkpoint's id in the catalog.")],
     save_id: Annotated[str | None, typer.Option(help="Which save, if an iteration was saved several times.")] = None,
-    level: Annotated[str, typer.Option(help="listing, store, structure or data.")] = "data",
+    level: Annotated[str, typer.Option(help="auto, listing, store, structure or data.")] = "auto",
     here: _Here = False,
     wait: _Wait = True,
 ) -> None:
@@ -250,7 +250,7 @@ def _conclude(cli: Cli, summary: Summary) -> None:
     cli.output.rows(OutcomeView, views)
     if summary.of("corrupt"):
         raise Ended(ExitCode.INTEGRITY_FAILURE, str(summary))
-    if summary.of("unreadable", "failed", "lost"):
+    if summary.of("unreadable", "unverifiable", "failed", "lost"):
         raise Ended(ExitCode.PARTLY_DONE, str(summary))
     if not views:
         cli.output.note("Nothing is pending.")

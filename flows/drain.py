@@ -12,20 +12,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from catalog.catalog import Catalog, default_actor
 from catalog.rows import VerifyLease
+from catalog.states import GRANTS
 from catalog.verification import verify_leased
 from ckptlib.errors import LeaseHeldError, StaleWriteError, StorageError
 from ckptlib.verification import Batches, VerifyReport
-from flows.settings import FlowsSettings, GrantingLevel
+from flows.settings import FlowsSettings
 
 log = logging.getLogger(__name__)
 
-Result = Literal["verified", "corrupt", "unreadable", "checked", "lost", "failed"]
-"""`checked`: no defect, at a level that grants nothing (V3). `lost`: somebody else took the lease over, the verdict is
-theirs. `failed`: an error of ours; nothing is known about the bytes."""
+Result = Literal["verified", "corrupt", "unreadable", "unverifiable", "checked", "lost", "failed"]
+"""`unverifiable`: the store has no word on all files, and they were not to be read. `checked`: no defect, at a level
+that grants nothing (V3). `lost`: somebody else took the lease over, the verdict is theirs. `failed`: an error of ours;
+nothing is known about the bytes."""
 
 _POLL = 1.0
 """Seconds between two looks at an empty queue while lingering."""
@@ -60,7 +62,7 @@ class Summary:
             return "nothing was pending"
         counts = Counter(outcome.result for outcome in self.outcomes)
         text = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
-        named = [f"{o.name} {o.result}: {o.detail}" for o in self.of("corrupt", "unreadable", "failed")]
+        named = [f"{o.name} {o.result}: {o.detail}" for o in self.of("corrupt", "unreadable", "unverifiable", "failed")]
         return "; ".join([text, *named])
 
 
@@ -106,7 +108,9 @@ def next_lease(
     catalog: Catalog, settings: FlowsSettings, *, run: str | None, handled: Collection[int]
 ) -> VerifyLease | None:
     """Leases the newest checkpoint that waits; None when none does."""
-    leases = catalog.lease_unverified(owner=default_actor(), ttl=settings.lease_ttl, run=run, exclude=handled)
+    leases = catalog.lease_unverified(
+        owner=default_actor(), ttl=settings.lease_ttl, level=settings.level, run=run, exclude=handled
+    )
     return leases[0] if leases else None
 
 
@@ -175,11 +179,13 @@ def verify_one(
 def judge(report: VerifyReport) -> tuple[Result, str]:
     """What a report comes to, and why unless all is well; the same rule by which the catalog gives its verdict."""
     if report.ok:
-        return ("verified" if report.level in get_args(GrantingLevel) else "checked"), ""
+        return ("verified" if report.level in GRANTS else "checked"), ""
     result: Result = "failed"
     if report.corrupt:
         result = "corrupt"
     elif report.unreadable:
         result = "unreadable"
+    elif report.unverifiable:
+        result = "unverifiable"
     more = f"; and {len(report.problems) - 3} more" if len(report.problems) > 3 else ""
     return result, "; ".join(report.problems[:3]) + more

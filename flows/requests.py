@@ -19,7 +19,7 @@ class VerifyRequest(BaseModel):
         run: name of the run.
         iteration: training step.
         save_id: where an iteration was saved several times; None: the newest finalized save.
-        level: only `store` and `data` can grant `verified` (V3).
+        level: only `store`, `data` and `auto` (one of these two) can grant `verified` (V3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,7 +28,7 @@ class VerifyRequest(BaseModel):
     run: str | None = Field(default=None, min_length=1)
     iteration: int | None = Field(default=None, ge=0)
     save_id: str | None = Field(default=None, min_length=1)
-    level: Literal["data", "structure", "store", "listing"] = "data"
+    level: Literal["auto", "data", "structure", "store", "listing"] = "auto"
 
     @model_validator(mode="after")
     def _names_one_checkpoint(self) -> Self:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import AliasChoices, ByteSize, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-GrantingLevel = Literal["data", "store"]
+GrantingLevel = Literal["auto", "data", "store"]
 """Verification levels that grant `verified` (V3); a drain at another level would never empty the queue."""
 
 
@@ -36,7 +36,7 @@ class FlowsSettings(BaseSettings):
         linger: seconds a drain lives at least, looking for new work. At least `wake_window`: a commit whose event fell
             into the window is then seen by the drain that the window's first event started.
         limit: flow runs that the embedded runner executes at a time.
-        level: verification level of the drain.
+        level: verification level of the drain; ``data`` also reads back what only the store has vouched for.
         threads: threads that read and hash within one task.
         batch_size: bytes that one task reads; a larger checkpoint is several tasks, a file never more than one.
         batch_files: files that one task reads.
@@ -56,7 +56,7 @@ class FlowsSettings(BaseSettings):
     wake_window: NonNegativeFloat = 10.0
     linger: NonNegativeFloat = 12.0
     limit: PositiveInt = 2
-    level: GrantingLevel = "data"
+    level: GrantingLevel = "auto"
     threads: PositiveInt = Field(default_factory=lambda: max(1, min(8, os.cpu_count() or 1)))
     batch_size: ByteSize = Field(default=ByteSize(4 << 30), gt=0)
     batch_files: PositiveInt = 500

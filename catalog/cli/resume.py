@@ -36,6 +36,13 @@ class Purpose(StrEnum):
     EVAL = "eval"
 
 
+class Require(StrEnum):
+    """The least that counts as verified."""
+
+    STORE = "store"
+    DATA = "data"
+
+
 def _decision(value: str) -> Text:
     return Text(plain(value), style="bold green" if value == CHOSEN else "")
 
@@ -87,6 +94,9 @@ def resume(
     allow_unverified: Annotated[
         bool, typer.Option("--allow-unverified", help="Also one that nobody has read back yet.")
     ] = False,
+    require: Annotated[
+        Require, typer.Option(help="What a verification must have been: the store's digests will do, or read back.")
+    ] = Require.STORE,
     explain: Annotated[
         bool, typer.Option("--explain", help="List the newer candidates and why each is not it.")
     ] = False,
@@ -102,7 +112,9 @@ def resume(
 
     cli = Cli.of(ctx)
     with cli.catalog() as catalog:
-        selection = catalog.resume_point(run, at=at, purpose=purpose.value, allow_unverified=allow_unverified)
+        selection = catalog.resume_point(
+            run, at=at, purpose=purpose.value, allow_unverified=allow_unverified, require=require.value
+        )
         unknown = "" if isinstance(selection, Found) else lookup.unknown_run(catalog, run)
     if isinstance(selection, Found):
         if path_only:
@@ -117,14 +129,16 @@ def resume(
     if path_only:
         raise Ended(ExitCode.NO_RESUME_POINT, reason)
     cli.output.document(_no_point(selection, reason))
-    raise Ended(ExitCode.NO_RESUME_POINT, f"run {run!r}: no resume point", _advice(selection, run))
+    raise Ended(ExitCode.NO_RESUME_POINT, f"run {run!r}: no resume point", _advice(selection, run, require.value))
 
 
-def _advice(selection: NoneYet | NotEligible, run: str) -> str:
+def _advice(selection: NoneYet | NotEligible, run: str, require: str) -> str:
     """What would give the run a resume point, where something would."""
-    rejected = getattr(selection, "rejected", ())
-    if any(row.lifecycle == "finalized" and row.verdict == "unverified" for row, _ in rejected):
+    verdicts = {row.verdict for row, _ in getattr(selection, "rejected", ()) if row.lifecycle == "finalized"}
+    if verdicts & {"unverified", "unverifiable"}:
         return f"Next: {lookup.command('verify', run)}, or accept it unread: --allow-unverified"
+    if require == "data" and "verified" in verdicts:
+        return f"Next: {lookup.command('verify', run, '--level', 'data')}, or accept the store's word: --require store"
     return ""
 
 

@@ -24,6 +24,7 @@ from catalog.cli.views import (
     VerificationView,
     attempt,
     axes,
+    method,
     names,
     topology,
 )
@@ -78,7 +79,7 @@ class DetailView:
     recorded_at: datetime = column("recorded", text.local_second)
     adopted: bool = column("adopted", _adopted, wide=True)
     verified_at: datetime | None = column("first verified", text.local_second)
-    verified_level: str | None = column("verified at level")
+    verified_level: str | None = column("verified by", method)
     verifying: str | None = column("being verified by")
     next_try_at: datetime | None = column("next verification", text.local_second)
     parent: str | None = column("parent save")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Level(StrEnum):
     """How much is looked at (V3)."""
 
+    AUTO = "auto"
     LISTING = "listing"
     STORE = "store"
     STRUCTURE = "structure"
@@ -48,14 +49,18 @@ def verify(
         str | None, typer.Option(help="A checkpoint by its directory, without a catalog.", show_default=False)
     ] = None,
     level: Annotated[
-        Level, typer.Option(help="Names and sizes; digests kept by the store; structure; every byte.")
-    ] = Level.DATA,
+        Level,
+        typer.Option(
+            help="Names and sizes; digests that the store keeps; structure; every byte. auto: the store's digests, "
+            "and every byte that it does not vouch for."
+        ),
+    ] = Level.AUTO,
     threads: Annotated[int, typer.Option(help="Files that are read at the same time.", min=1, max=256)] = 2,
     force: Annotated[bool, typer.Option("--force", help="Also those that have a verdict already.")] = False,
 ) -> None:
-    """Read checkpoints back and record the verdict.
+    """Compare checkpoints with what was recorded, byte by byte unless the store vouches for them; record the verdict.
 
-    RUN@ITER is verified whatever its verdict is; RUN and --all take those that have none yet.
+    RUN@ITER is verified whatever its verdict is; RUN and --all take those that wait for this level.
     Exit code 20: corrupt. 11: somebody else is verifying it. 3: not everything could be verified.
     """
     cli = Cli.of(ctx)
@@ -74,7 +79,7 @@ def verify(
                 done = [_verify_one(cli, catalog, row, options)]
             else:
                 done, skipped = _verify_waiting(cli, catalog, None if selector is None else selector.run, options)
-    following = next_command(words, options.level, done, skipped)
+    following = next_command(words, done, skipped)
     cli.output.document(VerifyView.of(options.level, done, skipped, following))
     advice = f"Next: {following}" if following else ""
     if not done and not skipped:
@@ -119,7 +124,7 @@ def _verify_waiting(
     skipped: list[SkippedView] = []
     tried: set[int] = set()
     while leases := catalog.lease_unverified(
-        owner=default_actor(), ttl=LEASE_SECONDS, run=run, force=options.force, exclude=tried
+        owner=default_actor(), ttl=LEASE_SECONDS, level=options.level, run=run, force=options.force, exclude=tried
     ):
         lease = leases[0]
         tried.add(lease.checkpoint_id)
@@ -127,7 +132,7 @@ def _verify_waiting(
             done.append(_verify_leased(cli, catalog, lease, options))
         except (CkptError, OSError) as error:
             skipped.append(SkippedView(lease.run, lease.iteration, str(error)))
-    skipped += _left(catalog, run, tried)
+    skipped += _left(catalog, run, options.level, tried)
     return done[::-1], skipped
 
 
@@ -140,9 +145,9 @@ def _verify_leased(cli: Cli, catalog: Catalog, lease: VerifyLease, options: Opti
     return Checked(row.run, row.iteration, row.save_id, row.url, row.verdict, report)
 
 
-def _left(catalog: Catalog, run: str | None, tried: set[int]) -> Iterator[SkippedView]:
+def _left(catalog: Catalog, run: str | None, level: str, tried: set[int]) -> Iterator[SkippedView]:
     """What still waits, because others have it or because it could not be read before."""
-    for row in catalog.checkpoints(run, lifecycle="finalized", verdict="unverified"):
+    for row in catalog.waiting(run, level=level):
         if row.id in tried:
             continue
         if row.lease_owner is not None:

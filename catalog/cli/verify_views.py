@@ -12,12 +12,10 @@ from catalog.cli.columns import column, lines, state
 from catalog.cli.exits import ExitCode
 from catalog.cli.lookup import command
 from catalog.cli.views import FILE_CLASSES, file_classes
+from catalog.states import GRANTS
 
 if TYPE_CHECKING:
     from ckptlib.verification import VerifyReport
-
-GRANTING = ("store", "data")
-"""Levels after which a checkpoint is verified (V3)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,9 @@ class Checked:
             return "ok"
         if self.report.corrupt:
             return "corrupt"
-        return "unreadable" if self.report.unreadable else "incomplete"
+        if self.report.unreadable:
+            return "unreadable"
+        return "unverifiable" if self.report.unverifiable else "incomplete"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class CheckedView:
     iteration: int | None = column("ITER", justify="right", optional=True)
     outcome: str = column("OUTCOME", state)
     verdict: str | None = column("VERDICT", state, optional=True)
+    level: str = column("LEVEL", drop=4)
     files: Mapping[str, int] = column("FILES", file_classes)
     bytes_read: int = column("READ", text.size, justify="right", drop=2)
     seconds: float = column("SECONDS", text.seconds, justify="right", drop=3)
@@ -92,6 +93,7 @@ class CheckedView:
             iteration=checked.iteration,
             outcome=checked.outcome,
             verdict=checked.verdict,
+            level=checked.report.level,
             files=_counts([checked]),
             bytes_read=checked.report.bytes_read,
             seconds=checked.report.seconds,
@@ -102,7 +104,7 @@ class CheckedView:
 
 @dataclass(frozen=True)
 class VerifyView:
-    """The result of ``ckpt verify``; `next` is the command to run next."""
+    """The result of ``ckpt verify``; `level` is what was asked for, `next` the command to run next."""
 
     level: str = column("level")
     files: Mapping[str, int] = column("files", file_classes)
@@ -128,9 +130,7 @@ class VerifyView:
         )
 
 
-def next_command(
-    target: Sequence[str], level: str, done: Sequence[Checked], skipped: Sequence[SkippedView]
-) -> str | None:
+def next_command(target: Sequence[str], done: Sequence[Checked], skipped: Sequence[SkippedView]) -> str | None:
     """What to run after this.
 
     Args:
@@ -140,9 +140,9 @@ def next_command(
     corrupt = _with("corrupt", done)
     if corrupt:
         return None if corrupt[0].run is None else command("resume", corrupt[0].run, "--explain")
-    if skipped or any(checked.outcome != "ok" for checked in done):
+    if skipped or any(checked.outcome not in ("ok", "unverifiable") for checked in done):
         return command("verify", *target)
-    if done and level not in GRANTING:
+    if any(checked.outcome == "unverifiable" or checked.report.level not in GRANTS for checked in done):
         return command("verify", *target, "--level", "data")
     if len(runs) == 1:
         return command("resume", runs[0])
@@ -157,10 +157,16 @@ def ending(done: Sequence[Checked], skipped: Sequence[SkippedView]) -> tuple[Exi
         return ExitCode.INTEGRITY_FAILURE, f"{text.count(len(corrupt), 'checkpoint')} corrupt: {names}"
     unsure = [checked for checked in done if checked.outcome != "ok"]
     if unsure or skipped:
-        parts = [f"{checked.name} is {checked.outcome}" for checked in unsure]
+        parts = [f"{checked.name} is {checked.outcome}{_why(checked)}" for checked in unsure]
         parts += [f"{skip.run}@{skip.iteration}: {skip.reason}" for skip in skipped]
         return ExitCode.PARTLY_DONE, f"not everything could be verified: {'; '.join(parts)}"
     return ExitCode.OK, ""
+
+
+def _why(checked: Checked) -> str:
+    """Why the store's word is not enough, in a few words."""
+    details = {check.detail for check in checked.report.checks.values() if check.verdict == "unverifiable"}
+    return f" ({'; '.join(sorted(details))})" if checked.outcome == "unverifiable" else ""
 
 
 def _with(outcome: str, done: Iterable[Checked]) -> list[Checked]:

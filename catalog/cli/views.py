@@ -21,7 +21,7 @@ from ckptlib.topology import Topology
 if TYPE_CHECKING:
     from catalog.in_flight import Unrecorded, Writing
 
-FILE_CLASSES = ("ok", "missing", "extra", "size", "digest", "unreadable")
+FILE_CLASSES = ("ok", "missing", "extra", "size", "digest", "unreadable", "unverifiable")
 """Verdicts of a file, in the order in which they are counted (V2)."""
 
 
@@ -58,6 +58,11 @@ def attempt(row: CheckpointRow) -> int | None:
 def axes(value: Topology | None) -> dict[str, int] | None:
     """All axes of a topology, for programs."""
     return None if value is None else value.to_json()
+
+
+def method(level: str) -> str:
+    """How a checkpoint was verified at a level."""
+    return {"data": "data: read back", "store": "store: by the store's digests"}.get(level, plain(level))
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class CheckpointView:
     saved_at: datetime | None = column("SAVED", text.local_minute, drop=2)
     holds: tuple[str, ...] = column("HOLDS", names, drop=5, optional=True)
     metrics: Mapping[str, float] = column("METRICS", text.numbers, drop=6, optional=True)
+    verified_level: str | None = column("VERIFIED BY", method, wide=True, drop=7, optional=True)
     branch: str = column("BRANCH", wide=True, drop=7)
     topology: Mapping[str, int] | None = column("TOPOLOGY", topology, wide=True, drop=8)
     save_id: str = column("SAVE ID", wide=True, drop=9)
@@ -143,6 +149,7 @@ class CheckpointView:
             saved_at=row.committed_at,
             holds=tuple(hold.kind for hold in holds),
             metrics=row.metrics,
+            verified_level=row.verified_level if row.verdict == "verified" else None,
             branch=row.branch,
             topology=axes(row.topology),
             save_id=row.save_id,
@@ -164,6 +171,7 @@ class CheckpointView:
             saved_at=None,
             holds=(),
             metrics=begin.metrics,
+            verified_level=None,
             branch="live",
             topology=axes(begin.topology),
             save_id=begin.save_id,
@@ -189,6 +197,7 @@ class CheckpointView:
             saved_at=save.committed_at,
             holds=(),
             metrics=begin.metrics,
+            verified_level=None,
             branch="live",
             topology=axes(begin.topology),
             save_id=begin.save_id,

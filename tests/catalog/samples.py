@@ -113,6 +113,7 @@ class Report:
     ok: bool = True
     corrupt: bool = False
     unreadable: bool = False
+    unverifiable: bool = False
     checks: Mapping[str, FileFinding] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     bytes_read: int = 107
@@ -122,6 +123,12 @@ class Report:
 GOOD = Report()
 CORRUPT = Report(
     ok=False, corrupt=True, checks={"x.distcp": FileFinding("digest", "f" * 64, "one byte")}, problems=("x.distcp",)
+)
+UNVERIFIABLE = Report(
+    ok=False,
+    unverifiable=True,
+    checks={"x.distcp": FileFinding("unverifiable", None, "no word")},
+    problems=("x.distcp: unverifiable: no word",),
 )
 UNREADABLE = Report(ok=False, unreadable=True, checks={"x.distcp": FileFinding("unreadable", None, "EACCES")})
 

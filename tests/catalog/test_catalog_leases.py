@@ -13,7 +13,7 @@ from catalog import Catalog
 from catalog.leases import BACKOFF, BACKOFF_LIMIT, FileFinding, backoff
 from catalog.rows import CheckpointRow, VerifyLease
 from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError
-from tests.catalog.samples import CORRUPT, GOOD, UNREADABLE, Clock, Report, commit, save_id
+from tests.catalog.samples import CORRUPT, GOOD, UNREADABLE, UNVERIFIABLE, Clock, Report, commit, save_id
 
 Verified = Callable[..., CheckpointRow]
 
@@ -118,6 +118,7 @@ def test_a_hold_placed_meanwhile_does_not_waste_the_verification(catalog: Catalo
         (CORRUPT, "data", "corrupt"),
         (CORRUPT, "listing", "corrupt"),
         (UNREADABLE, "data", "unverified"),
+        (UNVERIFIABLE, "store", "unverifiable"),
         (Report(ok=False), "data", "unverified"),
     ],
 )
@@ -134,6 +135,48 @@ def test_the_verdict_follows_from_the_report_and_its_level(
     assert row.lease_owner is None
     (done,) = catalog.verifications(row.id)
     assert (done.level, done.verdict, done.bytes_read) == (level, verdict, 107)
+
+
+def test_what_is_unverifiable_waits_for_whoever_reads_it(catalog: Catalog) -> None:
+    """V3: and then it is verified."""
+    row = catalog.record(commit(100))
+    assert catalog.finish_verification(lease(catalog), UNVERIFIABLE, level="store").verdict == "unverifiable"
+    (done,) = catalog.verifications(row.id)
+    assert (done.outcome, done.counts, done.failed) == ("unverifiable", {"unverifiable": 1}, {})
+    assert done.problems == ("x.distcp: unverifiable: no word",)
+    assert not catalog.lease_unverified(owner="w", ttl=60, level="store")
+    assert [catalog.waiting("run", level=level) != [] for level in ("store", "auto", "data")] == [False, True, True]
+    verified = catalog.finish_verification(lease(catalog, level="auto"), GOOD, level="data")
+    assert (verified.verdict, verified.verified_level) == ("verified", "data")
+    assert not catalog.waiting("run", level="data")
+
+
+def test_what_the_store_vouched_for_waits_for_whoever_wants_it_read(catalog: Catalog) -> None:
+    """V3: the level is recorded, and only `data` adds to `store`."""
+    catalog.record(commit(100))
+    assert catalog.finish_verification(lease(catalog), GOOD, level="store").verified_level == "store"
+    assert [catalog.waiting(level=level) != [] for level in ("store", "auto", "data")] == [False, False, True]
+    taken = lease(catalog, level="data")
+    assert catalog.finish_verification(taken, GOOD, level="data").verified_level == "data"
+    assert not catalog.waiting(level="data")
+
+
+@pytest.mark.parametrize(("report", "level"), [(GOOD, "store"), (GOOD, "listing"), (UNVERIFIABLE, "store")])
+def test_a_weaker_look_takes_nothing_from_a_checkpoint_that_was_read_back(
+    catalog: Catalog, report: Report, level: str
+) -> None:
+    row = catalog.record(commit(100))
+    catalog.finish_verification(lease(catalog), GOOD, level="data")
+    after = catalog.finish_verification(lease(catalog, checkpoint_id=row.id, force=True), report, level=level)
+    assert (after.verdict, after.verified_level) == ("verified", "data")
+
+
+def test_a_corrupt_copy_that_was_restored_is_verified_by_the_level_of_the_last_look(catalog: Catalog) -> None:
+    row = catalog.record(commit(100))
+    for report, level in ((GOOD, "data"), (CORRUPT, "store"), (GOOD, "store")):
+        taken = lease(catalog, checkpoint_id=row.id, force=True)
+        after = catalog.finish_verification(taken, report, level=level)
+    assert (after.verdict, after.verified_level) == ("verified", "store")
 
 
 def test_a_verification_keeps_the_verdict_of_every_file_that_is_not_ok(catalog: Catalog) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from catalog import Catalog
 from catalog.resume import DEFAULT_KINDS, NEEDS, Found, NoneYet, NotEligible, Request, newest_first, select, why_not
 from catalog.rows import CheckpointRow
-from catalog.states import BRANCHES, LIFECYCLES, VERDICTS
+from catalog.states import BRANCHES, GRANTS, LIFECYCLES, VERDICTS
 from ckptlib.errors import UnsupportedError
 from tests.catalog.samples import commit, row
 
@@ -35,6 +35,7 @@ def rows(draw: st.DrawFn) -> list[CheckpointRow]:
                 semantic_type=draw(st.sampled_from(["GLOBAL", "GLOBAL", "LEGACY", "LOCAL"])),
                 lifecycle=draw(st.sampled_from(LIFECYCLES)),
                 verdict=draw(st.sampled_from(VERDICTS)),
+                verified_level=draw(st.sampled_from(GRANTS)),
                 branch=draw(st.sampled_from(BRANCHES)),
                 contents=tuple(draw(st.sets(st.sampled_from(PARTS)))),
             )
@@ -48,6 +49,7 @@ requests = st.builds(
     at=st.none() | st.integers(0, 4).map(lambda n: n * 100),
     purpose=st.sampled_from(["train", "eval"]),
     allow_unverified=st.booleans(),
+    require=st.sampled_from(GRANTS),
     kinds=st.just(DEFAULT_KINDS) | st.sets(st.sampled_from(KINDS), min_size=1).map(frozenset),
 )
 
@@ -75,6 +77,7 @@ def test_what_is_chosen_is_never_corrupt_suspect_abandoned_or_insufficient(
         assert chosen.verdict == "verified" or (
             request.allow_unverified and chosen.verdict not in ("corrupt", "suspect")
         )
+        assert request.require == "store" or request.allow_unverified or chosen.verified_level == "data"
         assert chosen.branch == "live"
         assert chosen.kind in request.kinds
         assert chosen.semantic_type != "LOCAL" or request.at == chosen.iteration
@@ -184,9 +187,30 @@ def test_a_run_whose_checkpoints_are_all_gone_does_not_start_over_silently() -> 
     assert "is deleted" in result.message
 
 
+def test_a_policy_may_want_what_was_read_back() -> None:
+    """V3."""
+    rows = newest_first([row(1, 100, verified_level="data"), row(2, 200, verified_level="store")])
+    assert select(rows, Request("run")).row.iteration == 200  # type: ignore[union-attr]
+    strict = select(rows, Request("run", require="data"))
+    assert isinstance(strict, Found)
+    assert strict.row.iteration == 100
+    ((_, reason),) = strict.rejected_newer
+    assert reason == "is verified by the store's digests only, and was to be read back"
+
+
+def test_an_unverifiable_checkpoint_is_taken_only_unread() -> None:
+    rows = [row(1, 100, verdict="unverifiable")]
+    refused = select(rows, Request("run"))
+    assert isinstance(refused, NotEligible)
+    assert "is unverifiable: its store keeps no digests" in refused.message
+    assert isinstance(select(rows, Request("run", allow_unverified=True)), Found)
+
+
 def test_an_unknown_purpose_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match="expected one of eval, train"):
         Request("run", purpose="fun")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="expected one of store, data"):
+        Request("run", require="listing")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- through the database

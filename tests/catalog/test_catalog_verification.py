@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import replace
@@ -15,6 +16,8 @@ from catalog import Catalog, Recorder, ResumeResolver, verification
 from catalog.rows import VerifyLease
 from catalog.verification import expected_digests, verify_leased
 from ckptlib.errors import LeaseHeldError, NoResumePointError, StorageUnavailableError, SupersededError
+from ckptlib.exports import integrity_bytes
+from ckptlib.manifest import Decision, Manifest
 from ckptlib.verification import VerifyReport
 from tests.catalog.samples import Clock, empty_catalog
 from tests.catalog.training import Training, flip_a_byte
@@ -89,6 +92,29 @@ def test_the_catalogs_digests_are_compared_before_the_manifests(
     )
     report = verify_leased(catalog, taken)
     assert report.corrupt
+
+
+def test_a_manifest_that_is_not_the_recorded_one_is_corrupt_whatever_its_files_say(
+    catalog: Catalog, catalog_url: str, training: Training
+) -> None:
+    """V1: digests of parts are in the manifest alone; one that was forged with its decision contradicts the catalog."""
+    training.attempt(100, listeners=[Recorder(catalog_url)])
+    directory = training.directory(100)
+    save_id = catalog.checkpoint("run", 100).save_id
+    control = directory / ".ckpt" / save_id
+    manifest = Manifest.decode((control / "manifest.json").read_bytes(), "manifest")
+    manifest = replace(manifest, tensors=manifest.tensors + 1)
+    forged = manifest.encode()
+    decision = Decision.decode((control / "decision.json").read_bytes(), "decision")
+    digest = hashlib.sha256(forged).hexdigest()
+    (control / "manifest.json").write_bytes(forged)
+    (directory / "checkpoint.json").write_bytes(forged)
+    (directory / "integrity.json").write_bytes(integrity_bytes(manifest))
+    (control / "decision.json").write_bytes(replace(decision, manifest_sha256=digest).encode())
+    assert ckptlib.verify(str(directory)).ok
+    report = verify_leased(catalog, lease(catalog))
+    assert report.corrupt
+    assert any("not the manifest that the catalog recorded" in defect for defect in report.defects)
 
 
 def test_an_unreadable_file_keeps_the_verdict_and_waits(

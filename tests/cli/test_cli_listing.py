@@ -48,6 +48,7 @@ def test_the_json_form_has_every_field_with_utc_times_and_bytes(
         "verdict": "verified",
         "bytes": row.size,
         "saved_at": listed["saved_at"],
+        "verified_level": "data",
         "holds": [],
         "metrics": {"loss": 1 / 91},
         "branch": "live",

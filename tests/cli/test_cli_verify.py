@@ -116,9 +116,24 @@ def test_a_shallow_level_grants_nothing_and_says_what_does(ckpt: Ckpt, training:
         assert ended.code == 0
         assert f"ckpt verify '{RUN}@10' --level data" in ended.err
         assert catalog.checkpoint(RUN, 10).verdict == "unverified"
-    ended = ckpt("verify", f"{RUN}@10", "--level", "store")
-    assert ended.code == 1
-    assert "store" in ended.err
+
+
+def test_a_storage_without_digests_makes_a_checkpoint_unverifiable_until_it_is_read(
+    ckpt: Ckpt, training: Training, catalog: Catalog
+) -> None:
+    """V3."""
+    record(training, catalog, 10)
+    ended = ckpt("verify", RUN, "--level", "store", "-o", "json")
+    assert ended.code == 3
+    assert "posix storage keeps no digests of its own" in ended.error["error"]
+    (checked,) = ended.json["checkpoints"]
+    assert (checked["outcome"], checked["verdict"], checked["level"]) == ("unverifiable", "unverifiable", "store")
+    assert ended.json["files"]["unverifiable"] == 1
+    assert ended.json["next"] == f"ckpt verify '{RUN}' --level data"
+    again = ckpt("verify", RUN, "-o", "json")
+    assert again.code == 0
+    (checked,) = again.json["checkpoints"]
+    assert (checked["outcome"], checked["verdict"], checked["level"]) == ("ok", "verified", "data")
 
 
 def test_a_url_is_verified_without_any_catalog(ckpt: Ckpt, training: Training) -> None:

@@ -22,7 +22,7 @@ from tests.flows.workshop import Workshop
     ],
 )
 def test_one_checkpoint_by_id_or_by_name(values: dict[str, Any]) -> None:
-    assert VerifyRequest(**values).model_dump(exclude_none=True) == {"level": "data", **values}
+    assert VerifyRequest(**values).model_dump(exclude_none=True) == {"level": "auto", **values}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Files block by block, read ahead of whoever looks at them, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+
+from ckptlib import storage as st
+
+BLOCK_BYTES = 8 * 1024 * 1024
+"""Bytes per read."""
+
+AHEAD = 3
+"""Blocks of one file that are being read while another is looked at: a disk or a connection need not wait for the
+processor, and a store serves them over several connections at once."""
+
+
+class ReadAhead:
+    """Reads several files at a time. Each holds `AHEAD` + 1 blocks at most; a file of one block only its size.
+
+    Args:
+        files: that are read at the same time.
+    """
+
+    def __init__(self, storage: st.Storage, files: int) -> None:
+        self._storage = storage
+        self._pool = ThreadPoolExecutor(files * AHEAD, thread_name_prefix="ckptlib-read-ahead")
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def blocks(self, path: str, size: int) -> Iterator[tuple[int, memoryview]]:
+        """Offset and content of each block, in order. A block is valid until the next one is asked for.
+
+        Raises:
+            OSError: a block could not be read; a file that is shorter than `size` is one such error.
+        """
+        if size <= BLOCK_BYTES:
+            if size:
+                block = memoryview(bytearray(size))
+                self._storage.read_into(path, [(0, block)])
+                yield 0, block
+            return
+        starts = iter(range(0, size, BLOCK_BYTES))
+        count = -(-size // BLOCK_BYTES)
+        free = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(min(AHEAD + 1, count))]
+        pending: deque[tuple[int, memoryview, memoryview, Future[None]]] = deque()
+        try:
+            while True:
+                while free and (start := next(starts, None)) is not None:
+                    buffer = free.pop()
+                    block = buffer[: min(BLOCK_BYTES, size - start)]
+                    reading = self._pool.submit(self._storage.read_into, path, [(start, block)])
+                    pending.append((start, block, buffer, reading))
+                if not pending:
+                    return
+                start, block, buffer, reading = pending.popleft()
+                reading.result()
+                yield start, block
+                free.append(buffer)
+        finally:
+            for _, _, _, reading in pending:
+                reading.cancel()
+            wait([reading for _, _, _, reading in pending])
