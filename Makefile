@@ -62,7 +62,7 @@ soak: $(INSTALLED) ## a hundred asynchronous saves of four ranks, workers killed
 	@$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 bench: $(INSTALLED) ## saves and loads beside torch's own and the physical limit, minutes
-	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark" $(ARGS); done
+	@for benchmark in benchmarks/*.py; do echo "== $$benchmark"; PYTHONPATH=. $(BIN)/python "$$benchmark" $(ARGS); done
 
 constraints: $(UV) ## pin every transitive version anew; ARGS=--upgrade takes newer ones
 	@$(UV) pip compile -q pyproject.toml --all-extras --python-version 3.11 --no-annotate --no-header -o constraints.txt $(ARGS)
