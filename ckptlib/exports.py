@@ -159,10 +159,10 @@ def _roll_forward_once(
     if stale and marker not in stale:
         storage.remove([st.join(path, marker)])
         stale = [*stale, marker]
-    for export in exports:
-        if export.name not in stale:
-            continue
-        if not _is_current(storage, path, save):
+    changed = [export for export in exports if export.name in stale]
+    for export in changed:
+        # Looking costs as much as several writes. What was written too late in between, the next look finds and mends.
+        if export in (changed[0], changed[-1]) and not _is_current(storage, path, save):
             break
         export.write(storage, path)
     return save, False, names
