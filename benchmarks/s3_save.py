@@ -2,7 +2,7 @@
 
 A real server (SeaweedFS, on this machine, in memory) takes the same gibibyte from each in turn, into a fresh bucket:
 `ckptlib.save` of a state of 8 MiB tensors, records and commit included, and its stream alone; obstore, AWS's
-s3torchconnector, boto3's `upload_fileobj` and s3fs with the bytes as one object; torch DCP through fsspec with the state.
+s3torchconnector, boto3's `upload_fileobj` and s3fs with the bytes as one object; torch DCP through fsspec, the state.
 Client CPU is of this process; the server takes its own from the same cores. Peak memory is the growth of VmHWM over the
 payload in a process that does only that. Medians, and the median of the ratios round by round.
 
@@ -38,7 +38,7 @@ Writer = Callable[[str], None]
 
 
 def writers(options: dict[str, Any], mib: int) -> dict[str, Writer]:
-    """Everyone who is measured, by name; all of them with parts of 16 MiB and up to 8 requests in flight, if they can."""
+    """Everyone who is measured, by name; with parts of 16 MiB and up to 8 requests in flight, if they can."""
     import boto3
     import obstore
     import s3fs
@@ -122,9 +122,7 @@ def mountpoint_environment(options: dict[str, Any]) -> Any:
     """AWS's client takes credentials from the environment alone."""
     from unittest.mock import patch
 
-    return patch.dict(
-        "os.environ", {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
-    )
+    return patch.dict("os.environ", {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]})
 
 
 def measure(server: S3Server, write: Writer) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from catalog.cli import db, estimate, init, ls, resume, runs, scan, show, verify
+from catalog.cli import db, doctor, estimate, init, ls, resume, runs, scan, show, verify
 from catalog.cli.context import Cli
 from catalog.cli.group import Program
 from catalog.cli.logs import log_to_stderr
@@ -76,6 +76,7 @@ def options(
 app.command("init")(init.init)
 app.add_typer(db.app, name="db")
 app.add_typer(runs.app, name="runs")
+app.add_typer(doctor.app, name="doctor")
 app.command("ls")(ls.ls)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)

@@ -204,6 +204,9 @@ class Storage(Protocol):
             StorageError: they cannot fit (`errno.ENOSPC`, `errno.EDQUOT`).
         """
 
+    def notices(self, path: str) -> Sequence[tuple[str, bool]]:
+        """What people should know about keeping checkpoints here, and for each whether it puts them at risk."""
+
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
 
@@ -244,6 +247,10 @@ class Defaults:
 
     def prepare(self, path: str, *, size: int, files: int) -> None:
         """Nothing to prepare."""
+
+    def notices(self, path: str) -> Sequence[tuple[str, bool]]:
+        """Nothing is known."""
+        return []
 
 
 def equal_bytes(storage: Storage, one: str, other: str) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from ckptlib.errors import ExclusiveCreateError
-from ckptlib.storage import base, s3_parts
+from ckptlib.storage import base, s3_parts, s3_settings
 from ckptlib.storage.base import Capabilities, Entry, Range, Unfinished, Vouched
 from ckptlib.storage.s3_client import Connection, ask, connect
 from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, Refusal, code_of, was_repeated
@@ -258,6 +258,29 @@ class S3Storage(base.Defaults):
         except OSError as error:
             if code_of(error) not in ("NoSuchUpload", "404"):
                 raise
+
+    def notices(self, path: str) -> Sequence[tuple[str, bool]]:
+        """Settings of the bucket that keep, or remove, what others think is gone, or there."""
+        bucket, key = _split(path)
+
+        def setting(method: str) -> dict[str, Any]:
+            try:
+                answer: dict[str, Any] = ask(
+                    self.connection,
+                    method.removeprefix("get_").replace("_", " "),
+                    self.url(bucket),
+                    lambda: getattr(self.connection.client, method)(Bucket=bucket),
+                )
+            except OSError as error:
+                return {} if code_of(error) in s3_settings.NOT_SET else {"unknown": error}
+            return answer
+
+        return s3_settings.notices(
+            key,
+            setting("get_bucket_versioning"),
+            setting("get_bucket_lifecycle_configuration"),
+            setting("get_object_lock_configuration"),
+        )
 
     def url(self, path: str) -> str:
         """``s3://bucket/key``."""
