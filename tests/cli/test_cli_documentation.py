@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from catalog.cli import db, estimate, init, resume, scan, show, verify_views, views
+from catalog.cli import db, doctor, estimate, init, resume, scan, show, verify_views, views
 from catalog.cli.exits import ExitCode
 from catalog.cli.main import app
 from catalog.cli.verify import Level
@@ -41,6 +41,8 @@ VIEWS: list[type[Any]] = [
     resume.CandidateView,
     scan.ScanView,
     scan.ItemView,
+    doctor.StorageView,
+    doctor.FindingView,
     estimate.EstimateView,
     estimate.StallView,
     estimate.AssumptionView,
@@ -79,11 +81,12 @@ def test_every_documented_verb_and_option_exists(ckpt: Ckpt) -> None:
         "verify",
         "resume",
         "scan",
+        "doctor",
         "estimate",
         "flows",
     }
     for line in tree.splitlines():
-        verb = line.split()[1:3] if line.split()[1] == "runs" else line.split()[1:2]
+        verb = line.split()[1:3] if line.split()[1] in ("runs", "doctor") else line.split()[1:2]
         help_text = ckpt(*verb, "--help").out
         for option in re.findall(r"--[a-z-]+", line):
             assert option in help_text
