@@ -6,12 +6,12 @@ would, but for what happened to them since: that is the store's own care, and le
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptlib.storage import Vouched
+from ckptlib.storage.s3_parts import composite
 
 Outcome = Literal["ok", "digest", "unknown"]
 
@@ -30,16 +30,9 @@ class Judged:
     detail: str = ""
 
 
-def composite(part_sha256: Sequence[str]) -> str:
-    """SHA-256 (hex) of the raw SHA-256 digests of parts, one after the other: what a store keeps of a file in parts."""
-    return hashlib.sha256(b"".join(map(bytes.fromhex, part_sha256))).hexdigest()
-
-
 def fits(size: int, part_size: int | None, part_sha256: Sequence[str]) -> bool:
-    """Whether so many part digests can be of a file of this size: equal parts, the last one shorter, or one part."""
-    if part_size is None or part_size <= 0:
-        return False
-    return len(part_sha256) == max(1, -(-size // part_size))
+    """Whether so many parts can be of a file of this size: all but the last have `part_size` bytes, or more."""
+    return part_size is not None and part_size > 0 and (len(part_sha256) - 1) * part_size < max(1, size)
 
 
 def no_word(keeper: str) -> str:

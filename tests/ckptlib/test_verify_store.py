@@ -15,8 +15,9 @@ import torch
 import ckptlib
 from ckptlib import verify, verify_store
 from ckptlib.storage import FsspecStorage, Range, Vouched
+from ckptlib.storage.s3_parts import composite
 from ckptlib.verify_files import Expected, FileChecker
-from ckptlib.verify_store import composite, judge
+from ckptlib.verify_store import judge
 
 PARTS = (b"a" * 10, b"b" * 10, b"c" * 5)
 WHOLE = b"".join(PARTS)
@@ -57,7 +58,7 @@ def test_the_digest_over_parts_is_the_one_that_s3_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "part_size", "count"), [(25, 10, 2), (25, 10, 4), (25, 0, 3), (25, -10, 3), (25, None, 3), (30, 10, 4)]
+    ("size", "part_size", "count"), [(25, 10, 4), (25, 0, 3), (25, -10, 3), (25, None, 3), (30, 10, 4), (1, 10, 2)]
 )
 def test_part_digests_that_do_not_fit_the_size_prove_nothing(size: int, part_size: int | None, count: int) -> None:
     digests = (DIGESTS * 2)[:count]
@@ -65,8 +66,10 @@ def test_part_digests_that_do_not_fit_the_size_prove_nothing(size: int, part_siz
     assert (judged.outcome, judged.detail) == ("unknown", verify_store.BAD_PARTS)
 
 
-@pytest.mark.parametrize(("size", "part_size", "count"), [(25, 10, 3), (30, 10, 3), (1, 10, 1), (10, 10, 1)])
-def test_equal_parts_and_a_shorter_last_one_fit(size: int, part_size: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "part_size", "count"), [(25, 10, 3), (30, 10, 3), (1, 10, 1), (10, 10, 1), (70, 10, 4)]
+)
+def test_parts_of_that_size_or_more_and_a_shorter_last_one_fit(size: int, part_size: int, count: int) -> None:
     assert verify_store.fits(size, part_size, DIGESTS[:count])
 
 

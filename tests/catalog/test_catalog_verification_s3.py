@@ -1,0 +1,39 @@
+"""What the catalog records of a verification by the store's word alone, on a real S3 server (V3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ckptlib
+from catalog import Catalog, Recorder, ResumeResolver
+from catalog.verification import verify_leased
+from ckptlib.errors import NoResumePointError
+from tests.support.s3_server import S3Server
+
+
+def test_the_level_of_a_verification_is_recorded_and_a_resume_may_require_more(
+    catalog: Catalog, catalog_url: str, s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    state = {"model": torch.nn.Linear(2, 2), "optimizer": {"moment": torch.ones(2)}}
+    with ckptlib.Checkpointer(s3_url, run="run", listeners=[Recorder(catalog_url)]) as checkpointer:
+        checkpointer.save(state, iteration=100)
+    strict = ResumeResolver(catalog_url, require="data")
+
+    (lease,) = catalog.lease_unverified(owner="w", ttl=60, level="auto")
+    assert verify_leased(catalog, lease, level="auto").level == "store"
+    row = catalog.checkpoint("run", 100)
+    assert (row.verdict, row.verified_level) == ("verified", "store")
+    choice = ResumeResolver(catalog_url).resolve(run="run", root_url=s3_url, at=None)
+    assert choice is not None
+    assert choice.iteration == 100
+    with pytest.raises(NoResumePointError, match=r"store's digests only.*ckpt verify run --level data"):
+        strict.resolve(run="run", root_url=s3_url, at=None)
+
+    (lease,) = catalog.lease_unverified(owner="w", ttl=60, level="data")
+    assert verify_leased(catalog, lease, level="data").bytes_read > 0
+    assert catalog.checkpoint("run", 100).verified_level == "data"
+    assert [done.level for done in catalog.verifications(row.id)] == ["store", "data"]
+    assert strict.resolve(run="run", root_url=s3_url, at=None) is not None
