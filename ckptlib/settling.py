@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptlib import beats, commit, exports
+from ckptlib import beats, commit, exports, orphans
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Begin, Decision
@@ -76,6 +76,8 @@ def settle(
 ) -> list[Settled]:
     """Decides what older attempts left undecided, and rolls forward what they committed (W7, W8).
 
+    What they left of uploads goes too, unless the save may still be written.
+
     A complete save is committed. An incomplete one is aborted, unless every missing part of it is still being written
     (`ckptlib.beats`): that is waited for, up to `wait` seconds for all saves together. A worker of an asynchronous save
     may only just be starting, so its first sign of life is waited for too.
@@ -112,6 +114,7 @@ def settle(
         # that was overtaken; comparing every export of every old checkpoint would cost a start dozens of reads each.
         if i < COMPARED_AT_START or _is_unfinished(storage, found):
             _tidied(found.url, lambda: _roll_forward(storage, found.path))  # noqa: B023 - called here
+    _tidied(storage.url(root), lambda: orphans.apply(storage, orphans.plan_at_start(storage, root, attempt, takes)))
     now = {each.save_id for each in done if each.decision is not None and each.decision.outcome == "commit"}
     older = [found for found in committed if 0 < found.order[0] < attempt]
     newest = [found for found in older[:COMPARED_AT_START] if found.order[0] == older[0].order[0]]
