@@ -306,11 +306,13 @@ class S3Storage(base.Defaults):
         return self._target(path).call(what, method, **arguments)
 
     def _get(self, path: str) -> tuple[bytes, str]:
-        """Content and entity tag of a small object."""
+        """Content, which the client compares with the digest that the store keeps, if any; and entity tag."""
         target = self._target(path)
 
         def get() -> tuple[bytes, str]:
-            answer = target.connection.client.get_object(Bucket=target.bucket, Key=target.key, **target.read_extras)
+            answer = target.connection.client.get_object(
+                Bucket=target.bucket, Key=target.key, ChecksumMode="ENABLED", **target.read_extras
+            )
             data = read_all(answer["Body"])
             if len(data) != answer["ContentLength"]:
                 raise InterruptedBodyError(f"{len(data)} of {answer['ContentLength']} bytes came")
@@ -360,8 +362,8 @@ class S3Storage(base.Defaults):
         request = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         answer = ask(
             self.connection,
-            f"removal of {len(keys)} objects",
-            self.url(bucket),
+            "removal" if len(keys) == 1 else f"removal of this and {len(keys) - 1} others",
+            self.url(f"{bucket}/{keys[0]}"),
             lambda: self.connection.client.delete_objects(Bucket=bucket, Delete=request, **self._read_extras),
         )
         errors: Sequence[dict[str, Any]] = answer.get("Errors", ())

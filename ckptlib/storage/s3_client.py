@@ -1,8 +1,8 @@
 """The boto3 client of a process, and requests that are sent again.
 
 A client is made once per process and options, and never used in a forked child of the process that made it: sockets and
-TLS would be shared. Requests are repeated with jitter by botocore (``standard`` mode); what it does not repeat and we
-must, is repeated here.
+TLS would be shared. Requests are repeated here, not by botocore: its ``standard`` mode stops to repeat anything once a
+hundred requests of a process have failed, which a store that is busy for a minute makes of a save with many parts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptlib.errors import StorageUnavailableError
-from ckptlib.storage.s3_errors import DAMAGED, InterruptedBodyError, code_of, translate
+from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, code_of, is_passing, note_repetition, translate
 from ckptlib.storage.s3_options import S3Options
 
 log = logging.getLogger("ckptlib")
 
 CONNECT_SECONDS = 20.0
 """For a connection to be made, and for every MiB of a body to be taken."""
-
-CONFLICT = "ConditionalRequestConflict"
-"""Another conditional write of the same name was under way; whose it is, the next try tells."""
 
 
 @dataclass
@@ -95,7 +92,7 @@ def _connect(options: S3Options) -> Connection:
     config = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=options.timeout,
-        retries={"mode": "standard", "total_max_attempts": options.attempts},
+        retries={"total_max_attempts": 1},  # see `ask`
         max_pool_connections=options.concurrency + 8,
         tcp_keepalive=True,
         # Stores that do not know the checksum trailers that are the default elsewhere, store them in the object.
@@ -140,14 +137,15 @@ def _add_md5(params: dict[str, Any], **kwargs: Any) -> None:
 
 
 def ask(connection: Connection, what: str, url: str, request: Callable[[], Any]) -> Any:
-    """Sends a request, repeats what botocore does not, and turns errors into those that storages raise.
+    """Sends a request, repeats it where that may help, and turns errors into those that storages raise.
 
     Args:
         what: is done, for people: ``upload of part 3``.
         url: to what.
+        request: called for every try.
 
     Raises:
-        OSError: see `s3_errors.translate`.
+        OSError: see `s3_errors.translate`; `was_repeated` tells whether an earlier try may have been carried out.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError
@@ -157,10 +155,17 @@ def ask(connection: Connection, what: str, url: str, request: Callable[[], Any])
         try:
             return request()
         except (ClientError, BotoCoreError, HTTPError, InterruptedBodyError) as error:
-            code = code_of(error)
-            again = isinstance(error, InterruptedBodyError) or code in DAMAGED or code == CONFLICT
-            if not again or attempt == attempts:
-                raise connection.translate(error, what, url) from error
-            log.info("%s: %s: %s; once more", url, what, code or error)
-            time.sleep(random.uniform(0.5, 1) * min(1.0, 0.02 * 2**attempt))
+            if attempt == attempts or not is_passing(error):
+                failure = connection.translate(error, what, url)
+                if attempt > 1:
+                    note_repetition(failure)
+                raise failure from error
+            log.info("%s: %s: %s; once more", url, what, code_of(error) or error)
+            time.sleep(backoff(attempt, busy=code_of(error) in BUSY))
     raise AssertionError("attempts are at least one")
+
+
+def backoff(attempt: int, *, busy: bool) -> float:
+    """Seconds to wait after so many tries, with jitter: many ranks were refused at the same moment."""
+    longest: float = min(20.0, (0.2 if busy else 0.05) * 2**attempt)
+    return random.uniform(0.5, 1) * longest

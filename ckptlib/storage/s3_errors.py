@@ -19,6 +19,8 @@ DAMAGED = frozenset(
 )
 """What arrived is not what was sent."""
 
+_PASSING = frozenset({"RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted"})
+
 _EXPIRED = "the credentials have expired; give new ones, or a source that renews them"
 _WRONG = "check key, secret and token"
 _DENIED = "access denied; without s3:ListBucket a name that does not exist looks the same"
@@ -90,13 +92,31 @@ def code_of(error: BaseException | None) -> str:
     return "" if cause is None else code_of(cause)
 
 
-def was_repeated(error: BaseException | None) -> bool:
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may succeed a moment later.
+
+    The store is busy or broke down, a connection failed or was never made, what was sent or received came damaged, or
+    another conditional write of the same name was under way; whose it is, the next try tells.
+    """
+    from botocore import exceptions as boto
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, boto.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return code_of(error) in BUSY | DAMAGED | _PASSING or status in (500, 502, 503, 504)
+    if isinstance(error, boto.SSLError):
+        return False
+    return isinstance(error, boto.HTTPClientError | HTTPError | InterruptedBodyError)
+
+
+def note_repetition(error: OSError) -> None:
+    """The request that failed so had been sent before."""
+    error.repeated = True  # type: ignore[attr-defined]
+
+
+def was_repeated(error: OSError) -> bool:
     """Whether a request that failed had been sent before: then an earlier one may have been carried out."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return bool(response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
-    cause = getattr(error, "__cause__", None)
-    return cause is not None and was_repeated(cause)
+    return getattr(error, "repeated", False)
 
 
 def translate(error: Exception, what: str, url: str, *, attempts: int, timeout: float) -> OSError:

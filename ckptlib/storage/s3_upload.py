@@ -66,7 +66,14 @@ class Target:
         """One request about this object, by the name of the client's method."""
         extras = self.extras if method in _WRITES else self.read_extras
         parameters = {"Bucket": self.bucket, "Key": self.key, **extras, **arguments}
-        return self.ask(what, lambda: getattr(self.connection.client, method)(**parameters))
+        body = arguments.get("Body")
+
+        def request() -> Any:
+            if isinstance(body, Body):
+                body.seek(0)  # the client rewinds it only for repetitions of its own
+            return getattr(self.connection.client, method)(**parameters)
+
+        return self.ask(what, request)
 
     def put(self, body: Body, sha256: str, **conditions: str) -> Any:
         """Writes the whole object in one request; the store checks the digest (hex)."""

@@ -165,9 +165,9 @@ class FaultProxy:
             return link.send_error(head, *ERRORS[kind])
         if kind == "cut_before":
             return link.cut()
+        pieces = self._request(link, head, operation, kind)
         if kind == "hang":
             return link.hang()
-        pieces = self._request(link, head, operation, kind)
         link.send_request(head, pieces)
         if kind == "cut_upload":
             return link.cut()

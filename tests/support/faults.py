@@ -59,7 +59,7 @@ class Fault:
     key: str = "*"
     skip: int = 0
     times: int | None = 1
-    seconds: float = 0.2
+    seconds: float = 0.02
     seen: int = 0
 
     def strikes(self, operation: str, key: str) -> bool:
