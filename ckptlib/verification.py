@@ -143,7 +143,8 @@ def verify(
     except NotACheckpointError:  # a FileNotFoundError too
         raise
     except OSError as error:
-        found = Findings({".": FileCheck("unreadable", detail=describe(error))})
+        where = "" if error.filename is None else f"{error.filename}: "
+        found = Findings({".": FileCheck("unreadable", detail=f"{where}{describe(error)}")})
     return VerifyReport(
         url=storage.url(path),
         level=checker.level,
