@@ -1,21 +1,27 @@
 """Any other fsspec filesystem: correct, not fast, and honest about what it cannot promise.
 
-fsspec filesystems differ in what a half-written file becomes (several publish it), so nothing is streamed into a
-final name: a stream collects its blocks and uploads them in one `pipe_file`, which is all or nothing.
-Exclusive creation is promised only where it was checked: `memory://`, within one process.
+fsspec filesystems differ in what a half-written file becomes: several publish it, also when an exception or the garbage
+collector closes it. So nothing is streamed into a final name: a stream collects its blocks, in memory and then in a
+temporary file of this host, and is uploaded in one call, whose result is looked at. Exclusive creation is promised only
+where it was checked: `memory://`, within one process. Errors of other libraries become `StorageError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import base
 from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
 from ckptlib.storage.hashing import StreamHasher
+
+SPOOL_BYTES = 64 * 1024 * 1024
+"""A stream that grows beyond this goes to a temporary file."""
 
 _create_lock = threading.Lock()
 """memory:// is a dictionary of this process; this lock makes check-and-set on it one step."""
@@ -45,7 +51,8 @@ class FsspecStorage(base.Defaults):
     def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """One upload."""
         self._make_parent(path)
-        self.fs.pipe_file(path, data)
+        with self.asking("write", path):
+            self.fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Exclusive on memory://; elsewhere only with `single_writer`."""
@@ -74,28 +81,38 @@ class FsspecStorage(base.Defaults):
     def copy(self, source: str, target: str) -> None:
         """One copy inside the store, where it can."""
         self._make_parent(target)
-        self.fs.cp_file(source, target)
+        with self.asking("copy", target):
+            self.fs.cp_file(source, target)
 
     def get(self, path: str) -> bytes:
         """Reads a small file."""
-        return bytes(self.fs.cat_file(path))
+        with self.asking("read", path):
+            return bytes(self.fs.cat_file(path))
 
     def read_into(self, path: str, ranges: Sequence[Range]) -> None:
-        """One ranged read for each group of neighbours."""
-        for group in base.coalesce(ranges):
-            offset = group[0][0]
-            length = sum(len(buffer) for _, buffer in group)
-            data = memoryview(self.fs.cat_file(path, start=offset, end=offset + length) if length else b"")
-            if len(data) != length:
-                raise StorageError(errno.EIO, f"{self.url(path)}: got {len(data)} of {length} bytes at offset {offset}")
+        """One ranged read for each group of neighbours; side by side where the filesystem can."""
+        groups = [group for group in base.coalesce(ranges) if any(len(buffer) for _, buffer in group)]
+        starts = [group[0][0] for group in groups]
+        ends = [start + sum(len(buffer) for _, buffer in group) for start, group in zip(starts, groups, strict=True)]
+        with self.asking("read", path):
+            if len(groups) == 1:
+                parts = [self.fs.cat_file(path, start=starts[0], end=ends[0])]
+            else:
+                parts = self.fs.cat_ranges([path] * len(groups), starts, ends, on_error="raise")
+        for start, end, group, part in zip(starts, ends, groups, parts, strict=True):
+            data = memoryview(part)
+            if len(data) != end - start:
+                found = f"got {len(data)} of {end - start} bytes at offset {start}"
+                raise StorageError(errno.EIO, f"{self.url(path)}: {found}")
             for at, buffer in group:
-                buffer.cast("B")[:] = data[at - offset : at - offset + len(buffer)]
+                buffer.cast("B")[:] = data[at - start : at - start + len(buffer)]
 
     def list(self, path: str) -> list[Entry]:
         """One level, by name; caches are dropped first."""
         self.fs.invalidate_cache()
         try:
-            found = self.fs.ls(path, detail=True)
+            with self.asking("list", path):
+                found = self.fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         entries = [
@@ -109,7 +126,8 @@ class FsspecStorage(base.Defaults):
         """Size of a file; None when there is none."""
         self.fs.invalidate_cache()
         try:
-            info = self.fs.info(path)
+            with self.asking("look", path):
+                info = self.fs.info(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return int(info["size"]) if info["type"] == "file" else None
@@ -119,11 +137,12 @@ class FsspecStorage(base.Defaults):
         failures: dict[str, OSError] = {}
         for path in paths:
             try:
-                if self.fs.isdir(path):
-                    if not self.list(path):
-                        self.fs.rmdir(path)
-                else:
-                    self.fs.rm_file(path)
+                with self.asking("removal", path):
+                    if self.fs.isdir(path):
+                        if not self.list(path):
+                            self.fs.rmdir(path)
+                    else:
+                        self.fs.rm_file(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -135,8 +154,25 @@ class FsspecStorage(base.Defaults):
         local = self._protocol in ("file", "local")  # paths are absolute there
         return f"{self._protocol}://{path if local else path.lstrip('/')}"
 
+    @contextlib.contextmanager
+    def asking(self, what: str, path: str) -> Iterator[None]:
+        """Errors of a filesystem's own libraries, which are of many kinds, become `StorageError`."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise StorageError(errno.EIO, f"{self.url(path)}: {what}: {type(error).__name__}: {error}") from error
+
+    def upload(self, path: str, file: str) -> None:
+        """One upload of a file of this host."""
+        self._make_parent(path)
+        with self.asking("upload", path):
+            self.fs.put_file(file, path)
+
     def _make_parent(self, path: str) -> None:
-        self.fs.makedirs(base.parent(path), exist_ok=True)
+        with self.asking("making of a directory", base.parent(path)):
+            self.fs.makedirs(base.parent(path), exist_ok=True)
 
 
 class FsspecWriteStream:
@@ -147,11 +183,18 @@ class FsspecWriteStream:
         self._path = path
         self._hasher = StreamHasher()
         self._data = bytearray()
+        self._spool: Any = None
+        self._size = 0
 
     def write(self, data: Buffer) -> None:
         """Copies: the upload happens later."""
         self._hasher.update(data)
         self._data += data
+        self._size += memoryview(data).nbytes
+        if len(self._data) > SPOOL_BYTES:
+            if self._spool is None:  # in TMPDIR; it goes when it is closed, or dropped
+                self._spool = tempfile.NamedTemporaryFile(prefix="ckptlib-", buffering=0)  # noqa: SIM115
+            self._write_spool()
 
     def release(self) -> None:
         """All is copied; the digest catches up."""
@@ -159,15 +202,33 @@ class FsspecWriteStream:
 
     def finish(self) -> Written:
         """Uploads; checks the size that the store reports."""
-        size = len(self._data)
         digest = self._hasher.digest()
-        self._storage.put(self._path, bytes(self._data))
+        try:
+            if self._spool is None:
+                self._storage.put(self._path, bytes(self._data))
+            else:
+                self._write_spool()
+                self._storage.upload(self._path, self._spool.name)
+        finally:
+            self._drop()
         stored = self._storage.stat(self._path)
-        if stored != size:
-            raise StorageError(errno.EIO, f"{self._storage.url(self._path)}: wrote {size} bytes, store has {stored}")
-        return Written(size, digest)
+        if stored != self._size:
+            where = self._storage.url(self._path)
+            raise StorageError(errno.EIO, f"{where}: wrote {self._size} bytes, store has {stored}")
+        return Written(self._size, digest)
 
     def abort(self) -> None:
         """Nothing was published."""
         self._hasher.close()
-        self._data.clear()
+        self._drop()
+
+    def _write_spool(self) -> None:
+        view = memoryview(self._data)
+        while view:
+            view = view[self._spool.write(view) :]
+        self._data = bytearray()
+
+    def _drop(self) -> None:
+        self._data = bytearray()
+        if self._spool is not None:
+            self._spool.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ckptlib import storage
 from ckptlib.errors import ExclusiveCreateError, StorageError
-from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, base, join
+from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, base, fsspec_store, join
 from tests.ckptlib.support.recording import RecordingStorage
 from tests.support.s3_server import S3Server
 
@@ -545,6 +546,45 @@ def test_a_listing_is_never_an_old_one(caching: type[Caching]) -> None:
     writer.put("/run/b", b"2")
     assert names(reader, "/run") == ["a", "b"]
     assert reader.stat("/run/b") == 1
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_a_large_stream_waits_on_this_host_and_leaves_nothing_there(
+    caching: type[Caching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(fsspec_store, "SPOOL_BYTES", MIB)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = FsspecStorage(caching())
+    stream = store.open_write("/run/data")
+    content = os.urandom(3 * MIB + 7)
+    for start in range(0, len(content), MIB // 2 + 1):
+        stream.write(content[start : start + MIB // 2 + 1])
+    assert len(list(tmp_path.iterdir())) == 1
+    if end == "finish":
+        assert stream.finish().sha256 == hashlib.sha256(content).hexdigest()
+        assert store.get("/run/data") == content
+    else:
+        stream.abort()
+        assert store.stat("/run/data") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_of_other_libraries_name_the_file(caching: type[Caching], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("connection pool is closed")
+
+    store = FsspecStorage(caching())
+    for method in ("cat_file", "pipe_file", "info", "ls", "cp_file"):
+        monkeypatch.setattr(caching, method, fail)
+    for work in (
+        lambda: store.get("/run/a"),
+        lambda: store.put("/run/a", b""),
+        lambda: store.stat("/run/a"),
+        lambda: store.list("/run/a"),
+        lambda: store.copy("/run/b", "/run/a"),
+    ):
+        with pytest.raises(StorageError, match=r"/run/a.*connection pool is closed"):
+            work()
 
 
 def test_an_upload_that_lost_its_end_is_an_error(caching: type[Caching]) -> None:
