@@ -88,7 +88,7 @@ class Checkpointer:
         local: where each rank keeps checkpoints of its own (``kind="non_persistent_local"``); None: nowhere.
         on_event: called with each `Notice`.
         on_metrics: called with the numbers of each committed save, on rank 0 (`SaveMetrics`); they are logged too.
-        storage_options: for fsspec.
+        storage_options: see `ckptlib.storage.resolve`.
 
     Raises:
         StorageUnavailableError: the root belongs to another run.

@@ -204,7 +204,7 @@ def read_manifest_bytes(storage: st.Storage, path: str, save: SaveState) -> byte
     where = manifest_url(storage, path, save.save_id)
     if not save.committed or save.decision is None:
         raise UncommittedError(f"{storage.url(path)}: save {save.save_id} was never committed")
-    data = get_or_none(storage, st.join(save_dir(path, save.save_id), MANIFEST))
+    data = _get_recorded(storage, st.join(save_dir(path, save.save_id), MANIFEST), 1)
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     digest = hashlib.sha256(data).hexdigest()
@@ -324,6 +324,13 @@ def read_records(storage: st.Storage, path: str, begin: Begin) -> Records:
     return Records(by_rank, tuple(rank for rank in range(begin.world_size) if rank not in by_rank))
 
 
+def await_records(storage: st.Storage, path: str, begin: Begin) -> bool:
+    """Whether every rank's record is there, for somebody who knows that every rank has written one."""
+    directory = save_dir(path, begin.save_id)
+    names = (st.join(directory, record_name(rank)) for rank in range(begin.world_size))
+    return all(storage.await_size(name, 1) is not None for name in names)
+
+
 def try_commit(
     storage: st.Storage, path: str, begin: Begin, *, decided_by: str, now: float | None = None
 ) -> Decision | None:
@@ -389,7 +396,7 @@ def check_records(storage: st.Storage, path: str, begin: Begin, by_rank: Mapping
     first = by_rank[min(by_rank)]
     for rank, record in sorted(by_rank.items()):
         for entry in record.files:
-            size = storage.stat(st.join(path, entry.path))
+            size = storage.await_size(st.join(path, entry.path), entry.size)
             if size != entry.size:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise DefectError(f"rank {rank}: {entry.path} {found}, its record says {entry.size} bytes")
@@ -465,11 +472,19 @@ def _create_or_read(storage: st.Storage, where: str, data: bytes) -> bytes:
 def get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
     """A small file of a committed save, compared with the manifest's digest."""
     where = storage.url(st.join(path, entry.path))
-    data = get_or_none(storage, st.join(path, entry.path))
+    data = _get_recorded(storage, st.join(path, entry.path), entry.size)
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     if hashlib.sha256(data).hexdigest() != entry.sha256:
         raise IntegrityError(f"{where}: damaged: its SHA-256 is not the manifest's {entry.sha256}")
+    return data
+
+
+def _get_recorded(storage: st.Storage, where: str, size: int) -> bytes | None:
+    """A small file that a record says is there; see `Storage.await_size`."""
+    data = get_or_none(storage, where)
+    if (data is None or len(data) < size) and (storage.await_size(where, size) or 0) >= size:
+        return get_or_none(storage, where)
     return data
 
 

@@ -188,7 +188,7 @@ def _is_current(storage: st.Storage, path: str, save: commit.SaveState) -> bool:
 def leftovers(storage: st.Storage, path: str, names: Collection[str]) -> list[str]:
     """Temporary files that a process left beside these exports when it was killed; whole copies, of LEGACY.
 
-    One that is still in use is made again by who misses it (`storage.posix`).
+    One that is still in use is made again by who misses it (`storage.posix_files`).
     """
     below: dict[str, list[str]] = {}
     for name in names:

@@ -85,6 +85,10 @@ class Content(Protocol):
         """Payload bytes of its tensors; of those that several ranks have, only one writes them."""
 
     @property
+    def unplanned_nbytes(self) -> int:
+        """Bytes that it will write and that no plan counts, as far as they are known already."""
+
+    @property
     def tensors(self) -> Sequence[TensorLeaf]:
         """Its tensors. Whoever sets that of a leaf to a copy has the copy saved."""
 
@@ -157,6 +161,11 @@ class ShardedContent:
     def nbytes(self) -> int:
         """See `Content.nbytes`."""
         return sum(leaf.nbytes for leaf in self.flat.tensors)
+
+    @property
+    def unplanned_nbytes(self) -> int:
+        """Its objects are small, and serialised later."""
+        return 0
 
     @property
     def tensors(self) -> Sequence[TensorLeaf]:

@@ -28,6 +28,9 @@ from ckptlib.tiling import Boxes, check_tilings, sorted_rows, stacked
 SPLIT_MIN_BYTES = 1024 * 1024
 """Copies of less are never cut: a container costs 1.5 kB and a request."""
 
+CONTAINER_BYTES = 1536
+"""What stands around a stored tensor, about."""
+
 SPLIT_SHARE = 32
 """Copies are cut into parts of at most this fraction of a rank's mean share: the balance ends within it."""
 
@@ -55,6 +58,14 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """How much a save will write, over all ranks: bytes, about, and data files."""
+
+    nbytes: int
+    files: int
+
+
+@dataclass(frozen=True)
 class WritePlan:
     """Who writes what, over all ranks.
 
@@ -78,6 +89,18 @@ class WritePlan:
         low, high = np.searchsorted(self.parts[:, 0], [rank, rank + 1])
         parts = tuple(Part(*row) for row in self.parts[low:high, 1:].tolist())
         return RankPlan(parts, self.objects[rank], self.values[rank])
+
+    def extent(self, unplanned: Sequence[int]) -> Extent:
+        """How much will be written.
+
+        Args:
+            unplanned: bytes that each rank writes beside what is planned.
+        """
+        beside = np.asarray(unplanned, np.int64)
+        parts = np.bincount(self.parts[:, 0], minlength=len(beside))
+        named = np.array([bool(o or v) for o, v in zip(self.objects, self.values, strict=True)], bool)
+        nbytes = int(self.nbytes.sum()) + int(beside.sum()) + CONTAINER_BYTES * len(self.parts)
+        return Extent(nbytes, int(((parts > 0) | named | (beside > 0)).sum()))
 
     @functools.cached_property
     def ranks(self) -> tuple[RankPlan, ...]:

@@ -30,6 +30,7 @@ from ckptlib.errors import (
 from ckptlib.manifest import Begin, Decision
 from ckptlib.packing import Content, Package, write_package
 from ckptlib.pieces import LocalPlan
+from ckptlib.plan import Extent
 from ckptlib.planning import Offer, PlanCache, Share
 
 log = logging.getLogger("ckptlib")
@@ -143,31 +144,30 @@ def plan_together(group: Group, prepare: Callable[[], SaveRequest], plans: PlanC
         StateError, RankFailedError, RankTimeoutError: as `begin_together`.
     """
 
-    def planned(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
+    def planned(request: SaveRequest, plan_digest: str, world_size: int, extent: Extent) -> Begin:
         return replace(request.begin, plan_digest=plan_digest, world_size=world_size)
 
     return _agree_on_plan(group, prepare, plans, planned)
 
 
-def _agree_on_plan(
-    group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache, begin_: Callable[[SaveRequest, str, int], Begin]
-) -> Begun:
+def _agree_on_plan(group: Group, prepare: Callable[[], SaveRequest], plans: PlanCache, begin_: _BeginCall) -> Begun:
     group.next_round()
-    prepared: tuple[SaveRequest, LocalPlan] | None = None
+    prepared: tuple[SaveRequest, LocalPlan, _Answer] | None = None
 
     def offer() -> _Answer:
         nonlocal prepared
         request = prepare()
         local = request.content.describe()
-        prepared = request, local
-        return plans.offer(local), _place(request), tuple(request.failed)
+        answer = _Answer(plans.offer(local), _place(request), tuple(request.failed), request.content.unplanned_nbytes)
+        prepared = request, local, answer
+        return answer
 
     answers = agree(group, "plan", offer) or []
     assert prepared is not None  # else `agree` has raised
-    request, local = prepared
+    request, local, answer = prepared
     opened = hand_out(group, "begin", lambda: _open(request, answers, plans, group.world_size, begin_))
     if opened is None:
-        answers = agree(group, "structure", lambda: (Offer(local), _place(request), tuple(request.failed))) or []
+        answers = agree(group, "structure", lambda: replace(answer, offer=Offer(local))) or []
         opened = hand_out(group, "begin again", lambda: _open(request, answers, plans, group.world_size, begin_))
     assert opened is not None  # whole structures settle a plan
     begin, new_share, failed = opened
@@ -230,8 +230,19 @@ class _Phases:
         self._last = now
 
 
-_Answer = tuple[Offer, tuple[str, int], Sequence[BackgroundSaveError]]
-"""What a rank says first: its structure, where it saves which iteration, and what failed in the background."""
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank says first: its structure, where it saves which iteration, what failed in the background, and bytes
+    that it will write and that no plan counts."""
+
+    offer: Offer
+    place: tuple[str, int]
+    failed: Sequence[BackgroundSaveError]
+    unplanned: int
+
+
+_BeginCall = Callable[[SaveRequest, str, int, Extent], Begin]
+"""Begins a save: the request, the digest of its plan, ranks, and how much it will be."""
 
 
 def _place(request: SaveRequest) -> tuple[str, int]:
@@ -239,27 +250,25 @@ def _place(request: SaveRequest) -> tuple[str, int]:
 
 
 def _open(
-    request: SaveRequest,
-    answers: Sequence[_Answer],
-    plans: PlanCache,
-    world_size: int,
-    begin_: Callable[[SaveRequest, str, int], Begin],
+    request: SaveRequest, answers: Sequence[_Answer], plans: PlanCache, world_size: int, begin_: _BeginCall
 ) -> list[tuple[Begin, Share | None, BackgroundSaveError | None] | None]:
     """Plans and begins the save. For each rank its share, None for one that it has; None: all structures are needed."""
-    failed = all_failures([failed for _, _, failed in answers])
+    failed = all_failures([answer.failed for answer in answers])
     if failed is not None and not request.carries_failures:
         raise failed
-    for rank, (_, place, _) in enumerate(answers):
-        if place != answers[0][1]:
+    first = answers[0].place
+    for rank, answer in enumerate(answers):
+        if answer.place != first:
             raise DisagreementError(
-                f"rank 0 saves iteration {answers[0][1][1]} at {answers[0][1][0]}, "
-                f"rank {rank} iteration {place[1]} at {place[0]}"
+                f"rank 0 saves iteration {first[1]} at {first[0]}, "
+                f"rank {rank} iteration {answer.place[1]} at {answer.place[0]}"
             )
-    settled = plans.settle([offer for offer, _, _ in answers])
+    settled = plans.settle([answer.offer for answer in answers])
     if settled is None:
         return [None] * world_size
     plan, is_known = settled
-    begin = begin_(request, plan.digest, world_size)
+    extent = plan.extent([answer.unplanned for answer in answers])
+    begin = begin_(request, plan.digest, world_size, extent)
     return [(begin, None if is_known else Share.of(plan, rank), failed) for rank in range(world_size)]
 
 
@@ -276,7 +285,7 @@ def all_failures(by_rank: Sequence[Sequence[BackgroundSaveError]]) -> Background
     return BackgroundSaveError(text, iteration=told[0][1].iteration, save_ids=frozenset().union(*first))
 
 
-def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
+def _begin(request: SaveRequest, plan_digest: str, world_size: int, extent: Extent) -> Begin:
     saves = commit.list_saves(request.storage, request.path)
     for save in saves:
         if save.tombstoned:
@@ -302,6 +311,8 @@ def _begin(request: SaveRequest, plan_digest: str, world_size: int) -> Begin:
         replaces=tuple(save.save_id for save in mine if request.replaces),
         created_at=time.time(),
     )
+    if begin.piece is None:  # a piece's room is agreed on by all ranks of its host, and may be made by `removes`
+        request.storage.prepare(request.path, size=extent.nbytes, files=extent.files)
     commit.begin_save(request.storage, request.path, begin)
     newest = request.newest_attempt() if request.newest_attempt is not None else 0
     if newest > begin.attempt:
@@ -347,6 +358,8 @@ def _write(begun: Begun, rank: int, held_since: float) -> tuple[int, int]:
 
 def _commit(request: SaveRequest, begin: Begin) -> Decision:
     decision = commit.try_commit(request.storage, request.path, begin, decided_by="coordinator")
+    if decision is None and commit.await_records(request.storage, request.path, begin):
+        decision = commit.try_commit(request.storage, request.path, begin, decided_by="coordinator")
     if decision is None:
         missing = commit.read_records(request.storage, request.path, begin).missing
         raise SaveAbortedError(

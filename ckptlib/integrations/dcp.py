@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import pickle
 import re
@@ -98,7 +99,7 @@ class CkptWriter(StorageWriter):
         run: name of the run, for the manifest.
         on_exists: ``error`` or ``replace``, when a checkpoint is already committed there (W9).
         single_writer: see `ckptlib.save`.
-        storage_options: for fsspec.
+        storage_options: see `ckptlib.storage.resolve`.
 
     Raises:
         CheckpointExistsError, SaveAbortedError, OSError: inside torch's `CheckpointException`, on the coordinator.
@@ -172,6 +173,7 @@ class CkptWriter(StorageWriter):
             contents=_contents(plans),
             replaces=tuple(committed),
         )
+        self._storage.prepare(self._path, size=_planned_nbytes(plans), files=len(plans))
         commit.begin_save(self._storage, self._path, self._begin)
         tickets = [_Ticket(self._begin, rank, self._place) for rank in range(len(plans))]
         _arrived[self._place] = tickets[self._rank]  # the coordinator's own does not travel
@@ -253,7 +255,7 @@ class CkptReader(StorageReader):
         url: the checkpoint's directory; `dcp.load(checkpoint_id=...)` replaces it.
         cast: convert when stored and wanted dtype differ; otherwise that is an error.
         save_id: which save of the directory; None: the newest committed.
-        storage_options: for fsspec.
+        storage_options: see `ckptlib.storage.resolve`.
     """
 
     def __init__(
@@ -388,6 +390,12 @@ def _object_bytes(item: WriteItem, planner: SavePlanner) -> bytes:
     if not isinstance(data, io.BytesIO):
         raise StateError(f"object {item.index.fqn!r}: the planner resolved it to {type(data).__name__}")
     return data.getvalue()
+
+
+def _planned_nbytes(plans: Sequence[SavePlan]) -> int:
+    """Bytes of the tensors that are planned. A planner that keeps plans between saves sends none that it kept."""
+    described = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
+    return sum(math.prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in described)
 
 
 def _plan_digest(plans: Sequence[SavePlan]) -> str:

@@ -67,6 +67,11 @@ class OwnContent:
         return self.package.nbytes
 
     @property
+    def unplanned_nbytes(self) -> int:
+        """All of it."""
+        return self.package.nbytes + self.package.other_nbytes
+
+    @property
     def tensors(self) -> Sequence[TensorLeaf]:
         """See `Content.tensors`."""
         return self.package.tensors

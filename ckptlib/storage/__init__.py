@@ -23,13 +23,16 @@ from ckptlib.storage.base import (
     parent,
 )
 from ckptlib.storage.fsspec_store import FsspecStorage
+from ckptlib.storage.local_paths import local_path
 from ckptlib.storage.posix import PosixStorage
+from ckptlib.storage.posix_options import PosixOptions
 
 __all__ = [
     "Buffer",
     "Capabilities",
     "Entry",
     "FsspecStorage",
+    "PosixOptions",
     "PosixStorage",
     "Range",
     "Storage",
@@ -51,17 +54,21 @@ def resolve(
 ) -> tuple[Storage, str]:
     """The storage for a URL, and the path in it.
 
-    A bare path, ``~`` path or ``file://`` URL is POSIX, ``s3://`` is S3; any other scheme goes to fsspec.
+    A bare path, ``~`` path or ``file:`` URL is POSIX (`local_path`), ``s3://`` is S3; any other scheme goes to fsspec.
 
     Args:
         url: where; relative paths are made absolute.
-        storage_options: see `S3Options`; elsewhere passed to the fsspec filesystem.
+        storage_options: see `S3Options`; elsewhere passed to the fsspec filesystem. ``"posix"`` in it is for paths, and
+            for nothing else (`PosixOptions`).
         single_writer: see `S3Storage`, `FsspecStorage`.
 
     Raises:
+        UnsupportedError: no such path can be.
         ValueError: the scheme is unknown to fsspec, there is no bucket in the URL, an option is unknown.
     """
     url = os.fspath(url)
+    given = dict(storage_options or {})
+    posix = given.pop("posix", {})
     scheme, separator, rest = url.partition("://")
     if separator and scheme in ("s3", "s3a"):
         from ckptlib.storage.s3 import S3Storage
@@ -71,14 +78,12 @@ def resolve(
         path = "/".join(filter(None, rest.split("/")))
         if not path:
             raise ValueError(f"{url}: expected s3://bucket/prefix")
-        return S3Storage(S3Options.parse(storage_options or {}), single_writer=single_writer), path
-    if "://" not in url or url.startswith("file://"):
-        path = os.path.abspath(os.path.expanduser(url.removeprefix("file://")))
-        return PosixStorage(), path
+        return S3Storage(S3Options.parse(given), single_writer=single_writer), path
+    local = local_path(url)
+    if local is not None:
+        return PosixStorage(PosixOptions.of(posix)), local
     import fsspec
 
-    options = {"use_listings_cache": False, **(storage_options or {})}
-    if url.startswith("memory://"):
-        options = dict(storage_options or {})
+    options = given if url.startswith("memory://") else {"use_listings_cache": False, **given}
     fs, path = fsspec.core.url_to_fs(url, **options)
     return FsspecStorage(fs, single_writer=single_writer), path.rstrip("/")

@@ -175,6 +175,12 @@ class Storage(Protocol):
     def stat(self, path: str) -> int | None:
         """Size of a file in bytes; None when it is absent or a directory."""
 
+    def await_size(self, path: str, size: int) -> int | None:
+        """`stat` of a file that a record says is there with at least `size` bytes.
+
+        Where a storage may show an old view, it is asked again for a few seconds before the file counts as missing.
+        """
+
     def vouched(self, path: str) -> Vouched | None:
         """What the store itself knows of a file's content, without anybody reading it; None: nothing.
 
@@ -225,6 +231,10 @@ class Defaults:
     def read_rows(self: Storage, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
         """One range for each row."""
         self.read_into(path, ranges_of_rows(offset, stride, rows))
+
+    def await_size(self: Storage, path: str, size: int) -> int | None:
+        """What is seen is what is there."""
+        return self.stat(path)
 
     def vouched(self, path: str) -> Vouched | None:
         """Nothing."""

@@ -172,7 +172,7 @@ def test_a_thread_that_is_not_waited_for_still_writes_what_was_staged(root: str)
     assert_holds(f"{root}/iter_0000001", 1)
 
 
-class Unreadable:
+class Unreadable(dict[str, Any]):
     """Pickled here, and nowhere else to be read."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ import torch
 
 import ckptlib
 from ckptlib import Checkpointer
+from ckptlib.errors import StorageError
+from ckptlib.storage import filesystems
 from tests.support.filesystems import make_read_only, small_filesystem
 from tests.support.roots import newest, small_state
 from tests.support.trees import assert_same, blanked
@@ -29,17 +31,23 @@ def assert_restores(root: str, iteration: int, state: dict[str, Any]) -> None:
     assert_same(found, state)
 
 
-def test_a_full_disk_fails_the_save_by_name_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    """A full disk during save, on a filesystem that really is full."""
+@pytest.mark.parametrize("known", [True, False])
+def test_a_full_disk_fails_the_save_by_name_and_the_old_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """A full disk, on a filesystem that really is full: seen before the first byte, or in the middle of the save."""
+    if not known:
+        monkeypatch.setattr(filesystems, "room", lambda path: filesystems.Room())
     with small_filesystem(tmp_path / "small", size="1m") as disk:
         root = str(disk / "run")
         checkpointer = Checkpointer(root, run="run")
         checkpointer.save(small_state(1.0), iteration=10)
-        with pytest.raises(OSError, match=r"No space left on device.*__0_0\..*distcp") as caught:
+        place = "iter_0000020'" if known else r"iter_0000020/__0_0\..*distcp"
+        with pytest.raises(StorageError, match=rf"No space left on device.*{place}") as caught:
             checkpointer.save(big_state(4), iteration=20)
         assert caught.value.errno == errno.ENOSPC
-        assert "__0_0" in str(caught.value.filename)
         assert not list(disk.rglob("__0_0.*.distcp"))[1:]  # the partial file gave its space back
+        assert os.path.exists(f"{root}/iter_0000020") != known  # nothing was begun
         assert newest(root) == (1, 10)
         assert_restores(root, 10, small_state(1.0))
         third = Checkpointer(root, run="run")

@@ -265,7 +265,7 @@ def test_rows_of_a_table_are_read_whatever_lies_between_them(
     place: Place, monkeypatch: pytest.MonkeyPatch, window: int, offset: int, stride: int, shape: tuple[int, int]
 ) -> None:
     """R3: from pages or from a request each, into rows that are themselves far apart; a short file is an error."""
-    monkeypatch.setattr("ckptlib.storage.posix.WINDOW_BYTES", window)
+    monkeypatch.setattr("ckptlib.storage.posix_read.WINDOW_BYTES", window)
     content = np.frombuffer(os.urandom(10_000), np.uint8)
     place.store.put(place("data"), content.tobytes())
     memory = np.zeros((shape[0], shape[1] + 5), np.uint8)
@@ -280,7 +280,7 @@ def test_rows_of_a_table_are_read_whatever_lies_between_them(
 
 def test_rows_are_read_where_a_file_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot say beforehand whether the pages can be had, or a filesystem without mappings."""
-    monkeypatch.setattr("ckptlib.storage.posix._MADV_POPULATE_READ", 4711)
+    monkeypatch.setattr("ckptlib.storage.posix_read._MADV_POPULATE_READ", 4711)
     (tmp_path / "data").write_bytes(bytes(range(200)))
     rows = np.zeros((10, 3), np.uint8)
     PosixStorage().read_rows(str(tmp_path / "data"), 5, 20, rows)

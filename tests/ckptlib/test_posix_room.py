@@ -1,0 +1,110 @@
+"""Whether a save fits, and why a filesystem says that it is full: by what is left, never by what is not known."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptlib.errors import StorageError
+from ckptlib.storage import PosixStorage, filesystems
+from ckptlib.storage.filesystems import Room
+from ckptlib.storage.room import Bound, first_lack, why_full
+from tests.support.filesystems import small_filesystem
+
+counts = st.integers(0, 2**60)
+rooms = st.builds(Room, st.none() | counts, st.none() | counts)
+
+
+@given(st.lists(rooms, max_size=4), counts, counts)
+def test_a_save_is_refused_when_it_goes_beyond_what_is_known_and_only_then(
+    found: list[Room], size: int, files: int
+) -> None:
+    lack = first_lack([Bound(f"in {i}", room) for i, room in enumerate(found)], size, files)
+    beyond = [
+        (room.bytes is not None and size > room.bytes) or (room.files is not None and files > room.files)
+        for room in found
+    ]
+    assert (lack is not None) == any(beyond)
+    if lack is not None:
+        assert lack.text.endswith(f"in {beyond.index(True)}")
+
+
+def test_a_refusal_names_what_is_needed_and_what_is_free() -> None:
+    lack = first_lack([Bound("on the filesystem of /scratch", Room(3 * 2**30))], 5 * 2**30, 1)
+    assert lack is not None
+    assert lack.text == "5.0 GiB are to be written, 3.0 GiB are free on the filesystem of /scratch"
+    lack = first_lack([Bound("in the quota of user 7", Room(None, 2), errno.EDQUOT)], 1, 3)
+    assert lack is not None
+    assert (lack.code, lack.text) == (errno.EDQUOT, "3 files are to be made, 2 more can be in the quota of user 7")
+
+
+@pytest.mark.parametrize(
+    ("code", "room", "kind", "words"),
+    [
+        (errno.ENOSPC, Room(500, 100), None, "500 bytes are left"),
+        (errno.ENOSPC, Room(2**40, 0), None, "no more files"),
+        (errno.ENOSPC, Room(2**40, None), "lustre", "OST"),
+        (errno.ENOSPC, Room(2**40, 5), "nfs", "a quota, or one full target"),
+        (errno.ENOSPC, Room(None, None), None, ""),
+        (errno.EDQUOT, Room(2**40, 5), "lustre", "lfs quota"),
+        (errno.EDQUOT, Room(), "nfs", "(quota shows which)"),
+        (errno.EIO, Room(0, 0), None, ""),
+    ],
+)
+def test_a_full_filesystem_is_explained_by_what_is_left_on_it(
+    code: int, room: Room, kind: str | None, words: str
+) -> None:
+    why = why_full(code, room, 4 * 2**20, kind)
+    assert words in why
+    assert bool(why) == bool(words)
+
+
+def test_the_kernel_says_how_much_room_there_is_also_for_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small", size="1m") as disk:
+        there = filesystems.room(str(disk / "run" / "iter_0000001"))
+        assert there.bytes is not None
+        assert 0 < there.bytes <= 2**20
+        assert there.files
+        (disk / "file").write_bytes(bytes(600_000))
+        after = filesystems.room(str(disk))
+        assert after.bytes is not None
+        assert there.bytes - after.bytes >= 600_000
+        assert filesystems.kind(str(disk)) == "tmpfs"
+    assert filesystems.kind(str(tmp_path / "absent")) is None
+
+
+def test_blocks_that_are_kept_for_root_are_no_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = os.statvfs_result((4096, 4096, 1000, 300, 100, 50, 40, 30, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: answer)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert filesystems.room("/") == Room(100 * 4096, 30)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert filesystems.room("/") == Room(300 * 4096, 40)
+
+
+@pytest.mark.parametrize("blocks", [(4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255), None])
+def test_a_filesystem_that_does_not_say_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, ...] | None
+) -> None:
+    def statvfs(path: str) -> os.statvfs_result:
+        if blocks is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+        return os.statvfs_result(blocks)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert filesystems.room(str(tmp_path)) == Room()
+    PosixStorage().prepare(str(tmp_path / "iter_0000001"), size=2**60, files=2**40)
+
+
+def test_what_cannot_fit_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small", size="1m") as disk:
+        with pytest.raises(StorageError, match=r"No space left.*iter_1.*5\.0 MiB are to be written.*free on") as caught:
+            PosixStorage().prepare(str(disk / "run" / "iter_1"), size=5 * 2**20, files=1)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(disk / "run" / "iter_1"))
+        PosixStorage().prepare(str(disk / "run" / "iter_1"), size=2**19, files=1)
+        assert os.listdir(disk) == []
