@@ -267,6 +267,7 @@ class FailingStorage(PosixStorage):
     """A disk on which some reads fail."""
 
     def __init__(self, fails: Callable[[str], OSError | None]) -> None:
+        super().__init__()
         self._fails = fails
 
     def _check(self, path: str) -> None:
