@@ -334,7 +334,7 @@ def await_records(storage: st.Storage, path: str, begin: Begin) -> bool:
 def try_commit(
     storage: st.Storage, path: str, begin: Begin, *, decided_by: str, now: float | None = None
 ) -> Decision | None:
-    """Commits if every record is there; None when one is missing. Decides `abort` on a defect (W3).
+    """Commits if every record is there, or all of a copy; else None. Decides `abort` on a defect (W3).
 
     Returns:
         The decision that stands, whoever made it.
@@ -344,13 +344,23 @@ def try_commit(
         return decision
     found = read_records(storage, path, begin)
     if found.missing:
-        return read_decision(storage, path, begin.save_id)  # a decision removes records: look again
+        copied = None if found.by_rank else _copied_manifest(storage, path, begin)
+        decision = read_decision(storage, path, begin.save_id)  # a decision removes records: look again
+        if decision is not None or copied is None:
+            return decision
+        return _decide_commit(storage, path, begin, copied, decided_by, now)
     try:
         with paused_gc():
             index = check_records(storage, path, begin, found.by_rank)
             manifest = _write_manifest(storage, path, begin, found.by_rank, index)
     except (DefectError, StateError) as error:
         return decide_abort(storage, path, begin.save_id, reason=str(error), decided_by=decided_by, now=now)
+    return _decide_commit(storage, path, begin, manifest, decided_by, now)
+
+
+def _decide_commit(
+    storage: st.Storage, path: str, begin: Begin, manifest: bytes, decided_by: str, now: float | None
+) -> Decision:
     return _decide(
         storage,
         path,
@@ -363,6 +373,24 @@ def try_commit(
             manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         ),
     )
+
+
+def _copied_manifest(storage: st.Storage, path: str, begin: Begin) -> bytes | None:
+    """The manifest of a copy, which has no records: it was written when everything else was there (`transfer`).
+
+    Returns:
+        None: there is none, or not every file that it names is there with its size.
+    """
+    data = get_or_none(storage, st.join(save_dir(path, begin.save_id), MANIFEST))
+    if data is None:
+        return None
+    try:
+        manifest = Manifest.decode(data, manifest_url(storage, path, begin.save_id))
+    except IntegrityError as error:
+        log.warning("copy does not count: %s", error)
+        return None
+    whole = all(storage.stat(st.join(path, entry.path)) == entry.size for entry in manifest.files)
+    return data if whole and manifest.begin.encode() == begin.encode() else None
 
 
 def decide_abort(

@@ -41,6 +41,7 @@
     │   ├── StaleWriteError                         a compare-and-set found another version
     │   ├── TransitionError                         a checkpoint cannot go from its state to the requested one
     │   └── LeaseHeldError                      exit 11   names the holder
+    ├── CopyRefusedError                        exit 22   a location must not get a copy; says why
     └── GuardRefusedError                       exit 22
 
 Each message names the checkpoint, the file or tensor, what was found, what was expected and what to do.
@@ -266,6 +267,12 @@ class LeaseHeldError(CatalogError):
     """Raised when somebody else holds the lease; names the holder and when it ends."""
 
     exit_code = 11
+
+
+class CopyRefusedError(CkptError):
+    """Raised when a location must not get a copy of a save: it was deleted or aborted there, or another run's is."""
+
+    exit_code = 22
 
 
 class GuardRefusedError(CkptError):

@@ -6,6 +6,7 @@ root, the same in ``non_persistent/``. Anything else is reported as unmanaged an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -36,10 +37,21 @@ FoundState = Literal["committed", "undecided", "aborted", "deleted", "damaged", 
 
 @dataclass(frozen=True)
 class RootIdentity:
-    """``.ckpt/root.json``: proves that the storage is mounted and whose it is."""
+    """``.ckpt/root.json``: proves that the storage is mounted and whose it is.
+
+    Attributes:
+        root_id: of this location: a root that was copied by `transfer` has one of its own.
+        copy_of: the root that this one began as a copy of; None: of none.
+    """
 
     root_id: str
     run: str
+    copy_of: str | None = None
+
+    @property
+    def lineage(self) -> str:
+        """Equal for all locations of one root: where it is the same, an attempt's number means the same attempt."""
+        return self.copy_of or self.root_id
 
 
 @dataclass(frozen=True)
@@ -154,8 +166,11 @@ def iteration_path(root: str, iteration: int, kind: Kind = "persistent") -> str:
 # --- identity and attempts --------------------------------------------------------------------------------------------
 
 
-def open_root(storage: st.Storage, root: str, run: str) -> RootIdentity:
+def open_root(storage: st.Storage, root: str, run: str, *, copy_of: str | None = None) -> RootIdentity:
     """The identity of a root; makes it when the root is new.
+
+    Args:
+        copy_of: the lineage of a new root (`RootIdentity.lineage`); None: it begins one.
 
     Raises:
         StorageUnavailableError: the root belongs to another run.
@@ -163,8 +178,9 @@ def open_root(storage: st.Storage, root: str, run: str) -> RootIdentity:
     where = st.join(root, commit.CONTROL, "root.json")
     identity = read_identity(storage, root)
     if identity is None:
+        lineage = {} if copy_of is None else {"copy_of": copy_of}
         try:
-            storage.create(where, records.encode("root", {"root_id": str(uuid.uuid4()), "run": run}))
+            storage.create(where, records.encode("root", {"root_id": str(uuid.uuid4()), "run": run, **lineage}))
         except FileExistsError:
             log.debug("%s: another process made the root at the same time", storage.url(root))
         identity = read_identity(storage, root)
@@ -183,7 +199,7 @@ def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
         value = records.decode("root", storage.get(where), storage.url(where))
     except FileNotFoundError:
         return None
-    return RootIdentity(root_id=value["root_id"], run=value["run"])
+    return RootIdentity(root_id=value["root_id"], run=value["run"], copy_of=value.get("copy_of"))
 
 
 def start_attempt(
@@ -227,6 +243,12 @@ def read_attempts(storage: st.Storage, root: str) -> list[AttemptRecord]:
         except IntegrityError as error:
             log.warning("attempt %d: %s", number, error)
     return attempts
+
+
+def copy_attempt(source: st.Storage, root: str, target: st.Storage, copy: str, number: int) -> None:
+    """Makes an attempt known at another location of its root. It may be there already."""
+    with contextlib.suppress(FileExistsError):
+        target.create(_attempt_path(copy, number), source.get(_attempt_path(root, number)))
 
 
 def _attempt_numbers(storage: st.Storage, root: str) -> list[int]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptlib import commit, exported, exports, formats, records
+from ckptlib import commit, exported, exports, formats, receipts, records
 from ckptlib import storage as st
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, VersionError
 from ckptlib.index import ItemIndex
@@ -90,9 +90,9 @@ def verify_save(storage: st.Storage, path: str, save_id: str, checker: FileCheck
             "committed, so what the other files should be is not known from here"
         )
     else:
-        want.update(_files(manifest, found))
+        want.update(_files(storage, path, manifest, found))
         if _newest(storage, path) in (None, save_id):
-            of_exports = _exports(manifest, manifest_bytes)
+            of_exports = _exports(manifest, manifest_bytes, want)
             exports |= of_exports.keys()
             want.update(of_exports)
     _compare_copies(want, copies, found)
@@ -199,9 +199,9 @@ def _raise_if_newer(error: IntegrityError, data: bytes) -> None:
             raise error
 
 
-def _files(manifest: Manifest, found: Findings) -> dict[str, Expected]:
+def _files(storage: st.Storage, path: str, manifest: Manifest, found: Findings) -> dict[str, Expected]:
     want = {}
-    for entry in manifest.files:
+    for entry in _entries(storage, path, manifest, found):
         parts = entry.path.split("/")
         if entry.path.startswith("/") or "\\" in entry.path or ".." in parts or "" in parts:
             found.defects.append(f"the manifest names {entry.path!r}, which is no file of this directory")
@@ -221,7 +221,25 @@ def _expected(entry: FileEntry) -> Expected:
     )
 
 
-def _exports(manifest: Manifest, manifest_bytes: bytes) -> dict[str, Expected]:
+def _entries(storage: st.Storage, path: str, manifest: Manifest, found: Findings) -> Sequence[FileEntry]:
+    """The files of the save with the part digests that hold here; verdict on the record of them, if there is one."""
+    name = f"{commit.CONTROL}/{manifest.begin.save_id}/{receipts.PARTS}"
+    data = read_small(storage, path, name)
+    if isinstance(data, FileCheck):
+        if data.verdict != "missing":
+            found.checks[name] = data
+        return manifest.files
+    try:
+        entries = receipts.entries_at(manifest, data, name)
+    except IntegrityError as error:
+        _raise_if_newer(error, data)
+        found.checks[name] = damaged(data, RECORD_ENDING, str(error), "writer")
+        return manifest.files
+    found.checks[name] = check_bytes(data, Expected(origin="writer"))
+    return entries
+
+
+def _exports(manifest: Manifest, manifest_bytes: bytes, files: Mapping[str, Expected]) -> dict[str, Expected]:
     """What foreign readers should find beside the save (W5)."""
     integrity = exports.integrity_bytes(manifest)
     derived = {exported.CHECKPOINT: manifest_bytes, exported.INTEGRITY: integrity}
@@ -232,7 +250,7 @@ def _exports(manifest: Manifest, manifest_bytes: bytes) -> dict[str, Expected]:
     }
     for name, entry in exported.copies(manifest.begin, manifest.files):  # a copy may be in the parts of its source
         if name in want and (want[name].size, want[name].sha256) == (entry.size, entry.sha256):
-            want[name] = _expected(entry)
+            want[name] = files.get(entry.path, want[name])
     return want
 
 

@@ -33,10 +33,12 @@ class Capabilities:
         exclusive_create: `create` is atomic and exclusive, or finds out that it is not and raises
             `ExclusiveCreateError`; without it a commit needs `single_writer` (W4).
         name: short name for messages: ``posix``, ``s3``, ``memory``, ...
+        whole_files: a file that is being written is not seen under its name before it is finished.
     """
 
     exclusive_create: bool
     name: str
+    whole_files: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ class FsspecStorage(base.Defaults):
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         self._protocol = protocol
         self._single_writer = single_writer
-        self.capabilities = Capabilities(exclusive_create=protocol == "memory", name=protocol)
+        self.capabilities = Capabilities(
+            exclusive_create=protocol == "memory", name=protocol, whole_files=protocol == "memory"
+        )
 
     def open_write(self, path: str, *, size: int | None = None) -> FsspecWriteStream:
         """Collects in memory; uploads at `finish`."""
