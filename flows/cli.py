@@ -1,9 +1,14 @@
 """``ckpt flows``: the embedded set, its deployments, and runs by hand. Imports no Prefect until it is needed."""
 
+# `column` declares a field, as dataclasses.field does.
+# ruff: noqa: RUF009
+
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +25,7 @@ from flows.catalogue import DEPLOYMENTS, DeploymentSpec, find
 
 if TYPE_CHECKING:
     from catalog.rows import VerifyLease
+    from ckptlib.orphans import Orphan
     from ckptlib.verification import VerifyReport
     from flows.drain import Outcome, Summary
     from flows.requests import VerifyRequest
@@ -50,6 +56,25 @@ class OutcomeView:
     bytes_read: int = column("READ", text.size, justify="right", drop=1)
     seconds: float = column("SECONDS", lambda value: f"{value:.1f}", justify="right", drop=3)
     detail: str = column("DETAIL")
+
+
+@dataclass(frozen=True)
+class OrphanView:
+    """An unfinished upload, and what becomes of it in ``ckpt flows run cleanup``."""
+
+    action: str = column("ACTION")
+    path: str = column("UPLOAD")
+    save_id: str = column("SAVE", drop=2)
+    started_at: datetime = column("BEGAN", text.local_minute, drop=1)
+    reason: str = column("REASON", prose=True)
+
+    @classmethod
+    def of(cls, orphans: Sequence[Orphan], action: str) -> list[OrphanView]:
+        """The views of a part of a plan."""
+        return [
+            cls(action, o.upload.path, o.save_id, datetime.fromtimestamp(o.upload.started, UTC), o.reason)
+            for o in orphans
+        ]
 
 
 @dataclass(frozen=True)
@@ -103,8 +128,7 @@ def ls(ctx: typer.Context) -> None:
     cli = Cli.of(ctx)
     settings = _settings()
     rows = [
-        DeploymentView(spec.name, settings.interval if spec.scheduled else None, spec.wakes_on_commit, spec.description)
-        for spec in DEPLOYMENTS
+        DeploymentView(spec.name, spec.every(settings), spec.wakes_on_commit, spec.description) for spec in DEPLOYMENTS
     ]
     cli.output.rows(DeploymentView, rows)
     running = serve_state.running(settings.state_dir)
@@ -159,6 +183,32 @@ def run_verify(
         with ConsoleReporter(cli.output) as reporter:
             summary = Summary([verify_one(catalog, settings, lease, reporter, level=request.level)])
     _conclude(cli, summary)
+
+
+@run_app.command("cleanup")
+def run_cleanup(
+    ctx: typer.Context,
+    run: Annotated[str | None, typer.Option(help="Only this run's roots.")] = None,
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only show what would be discarded.")] = False,
+    here: _Here = False,
+    wait: _Wait = True,
+) -> None:
+    """Discard uploads to object stores that dead processes left unfinished (CKPT_FLOWS_ORPHAN_AGE)."""
+    from catalog.cleanup import apply_cleanup, plan_cleanup
+
+    cli = Cli.of(ctx)
+    settings = _settings()
+    parameters = {"run": run, "dry_run": dry_run}
+    # A dry run shows the plan itself, not only how much it is.
+    if not (here or dry_run) and _submitted(cli, settings, find("cleanup"), parameters, wait=wait):
+        return
+    with cli.catalog() as catalog:
+        plan = plan_cleanup(catalog, older_than=settings.orphan_age, run=run)
+    problems = plan.problems if dry_run else (*plan.problems, *apply_cleanup(plan))
+    cli.output.rows(OrphanView, [*OrphanView.of(plan.discard, "discard"), *OrphanView.of(plan.keep, "keep")])
+    cli.output.note(f"{plan}{' (nothing discarded: dry run)' if dry_run else ''}")
+    if problems:
+        raise Ended(ExitCode.PARTLY_DONE, "; ".join(problems))
 
 
 class ConsoleReporter:

@@ -32,6 +32,9 @@ class FlowsSettings(BaseSettings):
             fresh database took up to 94 s on two loaded cores.
         poll_frequency: seconds between two looks of the runner for scheduled runs.
         interval: seconds between two scheduled drains: the backstop for lost events.
+        cleanup_interval: seconds between two scheduled cleanups.
+        orphan_age: seconds after which an upload that nobody finished is discarded, where its save was not decided and
+            gives no sign of life. Longer than any save takes.
         wake_window: seconds in which many commits wake one drain only.
         linger: seconds a drain lives at least, looking for new work. At least `wake_window`: a commit whose event fell
             into the window is then seen by the drain that the window's first event started.
@@ -53,6 +56,8 @@ class FlowsSettings(BaseSettings):
     startup_timeout: PositiveFloat = 300.0
     poll_frequency: PositiveInt = 2
     interval: float = Field(default=300.0, ge=1.0)
+    cleanup_interval: float = Field(default=6 * 3600.0, ge=60.0)
+    orphan_age: float = Field(default=24 * 3600.0, ge=60.0)
     wake_window: NonNegativeFloat = 10.0
     linger: NonNegativeFloat = 12.0
     limit: PositiveInt = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -12,18 +11,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ckptlib import Checkpointer, beats, commit, orphans, settling, storage
-from ckptlib.manifest import Begin
+from ckptlib import Checkpointer, beats, orphans, settling, storage
 from ckptlib.orphans import Facts, at_start, by_age, owner
-from ckptlib.storage import Storage, join
+from ckptlib.storage import join
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faults import Fault
 from tests.support.s3_server import S3Server
+from tests.support.uploads import Uploads
 
 HOUR = 3600.0
 SAVE = "000002-00000000000a-0123abcd"
@@ -93,48 +91,13 @@ def test_only_files_with_a_save_id_in_an_iteration_directory_are_ours(name: str,
 # ---------------------------------------------------------------- on a real server
 
 
-class Place:
-    """A root in a bucket in which others have begun uploads."""
-
-    def __init__(self, server: S3Server, url: str, client: Any) -> None:
-        self.store: Storage
-        self.store, self.root = storage.resolve(url, server.storage_options())
-        self.url = url
-        self._client = client
-        self._clock = itertools.count(1)
-
-    def begin(self, attempt: int, iteration: int = 100) -> Begin:
-        """A save that began."""
-        save_id = commit.new_save_id(attempt, now=float(next(self._clock)))
-        begin = Begin(save_id, "run", attempt, f"attempt-{attempt}", iteration, 1, "0" * 64, created_at=time.time())
-        commit.begin_save(self.store, self.directory(iteration), begin)
-        return begin
-
-    def directory(self, iteration: int = 100) -> str:
-        return join(self.root, f"iter_{iteration:07d}")
-
-    def upload(self, path: str) -> str:
-        """Begins one, with a part, and leaves it."""
-        bucket, _, key = path.partition("/")
-        place = {"Bucket": bucket, "Key": key}
-        upload = self._client.create_multipart_upload(**place)["UploadId"]
-        self._client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"part")
-        return path
-
-    def upload_of(self, save_id: str, iteration: int = 100) -> str:
-        return self.upload(join(self.directory(iteration), f"__0_0.{save_id}.distcp"))
-
-    def left(self) -> set[str]:
-        return {upload.path for upload in self.store.unfinished(self.root)}
-
-
 @pytest.fixture
-def place(s3: S3Server, s3_url: str) -> Iterator[Place]:
+def place(s3: S3Server, s3_url: str) -> Iterator[Uploads]:
     with contextlib.closing(s3.client()) as client:
-        yield Place(s3, s3_url, client)
+        yield Uploads(s3, s3_url, client)
 
 
-def test_an_attempt_that_begins_discards_the_uploads_of_settled_saves_only(place: Place) -> None:
+def test_an_attempt_that_begins_discards_the_uploads_of_settled_saves_only(place: Uploads) -> None:
     """W8: undecided saves of older attempts are aborted, and their uploads go; those that live, and others', stay."""
     dead = place.upload_of(place.begin(1).save_id)
     mine = place.upload_of(place.begin(2).save_id)
@@ -148,17 +111,17 @@ def test_an_attempt_that_begins_discards_the_uploads_of_settled_saves_only(place
     assert {dead, removed}.isdisjoint(place.left())
 
 
-def test_a_root_whose_name_begins_like_another_leaves_that_alone(place: Place, s3: S3Server) -> None:
+def test_a_root_whose_name_begins_like_another_leaves_that_alone(place: Uploads, s3: S3Server) -> None:
     with contextlib.closing(s3.client()) as client:
-        other = Place(s3, f"{place.url}-2", client)
+        other = Uploads(s3, f"{place.url}-2", client)
         theirs = other.upload_of("000001-000000000001-00000000")
         settling.settle(place.store, place.root, 9)
         assert other.left() == {theirs}
 
 
-def test_a_plan_says_what_goes_and_what_stays_and_nothing_happens_before_it_is_applied(place: Place) -> None:
+def test_a_plan_says_what_goes_and_what_stays_and_nothing_happens_before_it_is_applied(place: Uploads) -> None:
     aborted, living, silent = place.begin(1), place.begin(1, 200), place.begin(1, 300)
-    commit.decide_abort(place.store, place.directory(), aborted.save_id, reason="test", decided_by="test")
+    place.abort(aborted)
     paths = [place.upload_of(begin.save_id, begin.iteration) for begin in (aborted, living, silent)]
     foreign = place.upload(join(place.root, "notes.bin"))
     beats.announce(place.store, place.directory(200), living, 0, 10, os.getpid())
@@ -177,7 +140,7 @@ def test_a_plan_says_what_goes_and_what_stays_and_nothing_happens_before_it_is_a
     assert orphans.apply(place.store, plan) == {}, "what is gone is fine"
 
 
-def test_a_sign_of_life_keeps_an_upload_however_old(place: Place) -> None:
+def test_a_sign_of_life_keeps_an_upload_however_old(place: Uploads) -> None:
     begin = place.begin(1)
     path = place.upload_of(begin.save_id)
     time.sleep(1.5)  # the store's clock has whole seconds

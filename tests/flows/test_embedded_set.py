@@ -74,7 +74,7 @@ class Embedded:
 
 @contextlib.contextmanager
 def embedded_set(workshop: Workshop) -> Iterator[Embedded]:
-    """`ckpt flows serve`, ended cleanly and checked for it. The next scheduled drain is a day away."""
+    """`ckpt flows serve`, ended cleanly and checked for it. All that is scheduled is a day away."""
     path = workshop.path
     env = {
         **os.environ,
@@ -82,6 +82,7 @@ def embedded_set(workshop: Workshop) -> Iterator[Embedded]:
         "CKPT_DB": workshop.db,
         "CKPT_FLOWS_STATE_DIR": str(path / "state"),
         "CKPT_FLOWS_INTERVAL": "86400",
+        "CKPT_FLOWS_CLEANUP_INTERVAL": "86400",
         "CKPT_FLOWS_LEASE_TTL": "3",
         "CKPT_FLOWS_WAKE_WINDOW": "0",
         "CKPT_FLOWS_LINGER": "0",

@@ -135,6 +135,6 @@ def test_every_deployment_is_found_by_its_flow_and_wakes_are_backed_by_a_schedul
     """S5: an event is delivered at most once, so whatever an event starts is scheduled too."""
     for spec in DEPLOYMENTS:
         assert find(spec.flow) is spec
-        assert spec.scheduled or not spec.wakes_on_commit
+        assert spec.schedule is not None or not spec.wakes_on_commit
     with pytest.raises(KeyError):
         find("no such flow")
