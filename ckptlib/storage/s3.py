@@ -12,9 +12,13 @@ import errno
 import itertools
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from functools import partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptlib.errors import ExclusiveCreateError
 from ckptlib.storage import base, s3_parts, s3_settings
@@ -24,7 +28,7 @@ from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, Refusal, code_
 from ckptlib.storage.s3_options import S3Options
 from ckptlib.storage.s3_parts import Body
 from ckptlib.storage.s3_probe import Probe
-from ckptlib.storage.s3_read import fetch, plan_requests, read_all
+from ckptlib.storage.s3_read import cut_rows, fetch, fetch_rows, plan_requests, read_all
 from ckptlib.storage.s3_upload import S3WriteStream, Target, uploads_below
 
 DELETE_KEYS = 1000
@@ -165,19 +169,17 @@ class S3Storage(base.Defaults):
 
     def read_into(self, path: str, ranges: Sequence[Range]) -> None:
         """Ranged GETs side by side: neighbours, and what small gaps divide, in one."""
-        requests = plan_requests(ranges)
         target = self._target(path)
-        if len(requests) == 1:
-            fetch(target, requests[0])
+        self._side_by_side([partial(fetch, target, request) for request in plan_requests(ranges)])
+
+    def read_rows(self, path: str, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Rows with gaps that are not large travel together with these."""
+        parts = cut_rows(offset, stride, rows)
+        if parts is None:
+            self.read_into(path, base.ranges_of_rows(offset, stride, rows))
             return
-        futures = [target.connection.threads.submit(fetch, target, request) for request in requests]
-        try:
-            for future in futures:
-                future.result()
-        finally:  # after an error nobody may still write into the buffers
-            for future in futures:
-                future.cancel()
-            wait(futures)
+        target = self._target(path)
+        self._side_by_side([partial(fetch_rows, target, start, stride, part) for start, part in parts])
 
     def list(self, path: str) -> list[Entry]:
         """One request for each 1,000 names below."""
@@ -290,6 +292,19 @@ class S3Storage(base.Defaults):
         """Questions to the store about the bucket of a directory."""
         bucket, key = _split(path)
         return Probe(self.connection, bucket, f"{key}/" if key else "", self._extras)
+
+    def _side_by_side(self, reads: Sequence[Callable[[], None]]) -> None:
+        if len(reads) == 1:
+            reads[0]()
+            return
+        futures = [self.connection.threads.submit(read) for read in reads]
+        try:
+            for future in futures:
+                future.result()
+        finally:  # after an error nobody may still write into the buffers
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
     def _target(self, path: str) -> Target:
         bucket, key = _split(path)

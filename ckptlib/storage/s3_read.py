@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptlib.storage.base import Range
 from ckptlib.storage.s3_errors import InterruptedBodyError
 from ckptlib.storage.s3_upload import Target
@@ -19,6 +22,10 @@ REQUEST_BYTES = 8 * 1024 * 1024
 
 READ_BYTES = 1024 * 1024
 """Bytes taken from a connection at once."""
+
+
+FEW_PIECES = 16
+"""More of them are copied out of one buffer: taking each from the connection would cost more."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,40 @@ def plan_requests(ranges: Sequence[Range], gap: int = GAP_BYTES, most: int = REQ
 
 
 def fetch(target: Target, request: Request) -> None:
-    """Fills the buffers of a request. A connection that breaks is made again where it broke.
+    """Fills the buffers of a request: in place, or by way of one buffer where they are many.
 
     Raises:
         OSError: as `s3_errors.translate` says; the object ends before the request does.
     """
+    if len(request.pieces) <= FEW_PIECES:
+        _stream(target, request)
+        return
+    window = memoryview(bytearray(request.stop - request.start))
+    _stream(target, Request(request.start, request.stop, ((request.start, window),)))
+    for offset, buffer in request.pieces:
+        at = offset - request.start
+        buffer[:] = window[at : at + len(buffer)]
+
+
+def fetch_rows(target: Target, offset: int, stride: int, rows: npt.NDArray[np.uint8]) -> None:
+    """Fills rows, (n, length), each from `stride` bytes after the one before, with all that lies between read too."""
+    window = np.empty((len(rows) - 1) * stride + rows.shape[1], np.uint8)
+    _stream(target, Request(offset, offset + len(window), ((offset, window.data),)))
+    rows[...] = np.lib.stride_tricks.as_strided(window, rows.shape, (stride, 1), writeable=False)
+
+
+def cut_rows(
+    offset: int, stride: int, rows: npt.NDArray[np.uint8], gap: int = GAP_BYTES, most: int = REQUEST_BYTES
+) -> list[tuple[int, npt.NDArray[np.uint8]]] | None:
+    """Which rows share a request: their offset, and they. None: they are too far apart to. Pure."""
+    if stride - rows.shape[1] > gap:
+        return None
+    step = max(1, most // stride)
+    return [(offset + first * stride, rows[first : first + step]) for first in range(0, len(rows), step)]
+
+
+def _stream(target: Target, request: Request) -> None:
+    """Fills buffers as the bytes come. A connection that breaks is made again where it broke."""
     at = request.start
 
     def get() -> None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from ckptlib.storage.s3_parts import (
     first_part_size,
     part_size,
 )
-from ckptlib.storage.s3_read import plan_requests
+from ckptlib.storage.s3_read import cut_rows, plan_requests
 
 TIB = 1024**4
 
@@ -116,6 +117,15 @@ def test_neighbours_share_requests_and_large_ranges_are_cut() -> None:
     assert [(request.start, request.stop) for request in requests] == [(0, 70)]
     requests = plan_requests([(5, memoryview(bytearray(250)))], gap=10, most=100)
     assert [(request.start, request.stop) for request in requests] == [(5, 105), (105, 205), (205, 255)]
+
+
+def test_rows_share_requests_unless_they_are_far_apart() -> None:
+    rows = np.zeros((10, 4), np.uint8)
+    assert cut_rows(100, 1000, rows, gap=500) is None
+    parts = cut_rows(100, 1000, rows, gap=996, most=3999)
+    assert parts is not None
+    assert [(start, len(part)) for start, part in parts] == [(100, 3), (3100, 3), (6100, 3), (9100, 1)]
+    assert all(np.shares_memory(part, rows) for _, part in parts)
 
 
 def test_options_are_those_of_boto3_and_of_s3fs() -> None:
