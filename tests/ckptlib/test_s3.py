@@ -8,6 +8,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -267,3 +268,21 @@ def test_nothing_secret_is_in_errors_and_logs(s3: S3Server, s3_url: str, caplog:
         store.put(join(path, "file"), b"x")
     assert "hidden" not in f"{caught.value!r} {caught.value} {store.options!r} {caplog.text}"
     assert store.url(join(path, "file")) in str(caught.value)
+
+
+@pytest.mark.deep
+def test_ten_thousand_checkpoints_are_listed_and_removed_in_ten_requests_each(
+    place: tuple[S3Storage, str], calls: list[str]
+) -> None:
+    store, path = place
+    names = [join(path, f"iter_{i:07d}", "checkpoint.json") for i in range(10_000)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.put(name, b"{}"), names))
+    calls.clear()
+    assert [entry.name for entry in store.list(path)] == [f"iter_{i:07d}" for i in range(10_000)]
+    assert calls == ["ListObjectsV2"] * 10
+    calls.clear()
+    assert store.remove_each(names) == {}
+    assert calls == ["DeleteObjects"] * 10
+    assert store.stat(names[0]) is None
+    assert store.list(join(path, "iter_0009999")) == []
