@@ -47,12 +47,15 @@ class Export:
 def integrity_bytes(manifest: Manifest) -> bytes:
     """``integrity.json`` as Megatron-Core writes it: SHA-256 of the files directly in the iteration directory.
 
+    Data files that lie below it are in it too: Megatron's check finds them by their paths.
+
     It already names ``.metadata`` and ``metadata.json``, which are written after it.
     """
     digests = {entry.path: entry.sha256 for entry in manifest.files}
     digests |= {name: sha256 for name, (_, sha256) in manifest.exports.items()}
     digests[exported.CHECKPOINT] = hashlib.sha256(manifest.encode()).hexdigest()
-    here = {name: sha256 for name, sha256 in sorted(digests.items()) if "/" not in name}
+    data = {entry.path for entry in manifest.files_of("data")}
+    here = {name: sha256 for name, sha256 in sorted(digests.items()) if "/" not in name or name in data}
     return json.dumps({"algorithm": "sha256", "files": here}, indent=2).encode()
 
 
@@ -213,7 +216,10 @@ def bury(storage: st.Storage, path: str, save_id: str) -> None:
         data = commit.get_or_none(storage, st.join(directory, commit.MANIFEST))
         if data is not None:
             manifest = Manifest.decode(data, commit.manifest_url(storage, path, save_id))
-            storage.remove([st.join(path, entry.path) for entry in manifest.files if "/" not in entry.path])
+            data_names = (entry.path for entry in manifest.files_of("data"))
+            names = [name for name in data_names if "/" not in name or f".{save_id}." in name.partition("/")[0]]
+            directories = sorted({name.rpartition("/")[0] for name in names} - {""})
+            storage.remove([st.join(path, name) for name in (*names, *directories)])
     rest = [entry.name for entry in storage.list(directory)]
     storage.remove([st.join(directory, name) for name in sorted(rest, key=lambda name: name == commit.DECISION)])
     storage.remove([directory])

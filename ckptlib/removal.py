@@ -46,10 +46,19 @@ def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
         storage.put(st.join(path, commit.CONTROL, commit.TOMBSTONES, save_id), b"")
     if commit.current_save(storage, path) is None:
         _remove_exports(storage, path, save_id)
-    names = [entry.name for entry in storage.list(path) if f".{save_id}." in entry.name]  # W1: also of an aborted one
-    storage.remove([st.join(path, name) for name in names])
+    storage.remove(_named_after(storage, path, save_id))
     exports.bury(storage, path, save_id)
     remove_if_empty(storage, path)
+
+
+def _named_after(storage: st.Storage, path: str, save_id: str) -> Iterator[str]:
+    """What carries the id of a save (W1), of an aborted one too: files, and directories after the files in them."""
+    for entry in storage.list(path):
+        if f".{save_id}." in entry.name:
+            where = st.join(path, entry.name)
+            if entry.is_dir:
+                yield from (st.join(where, inner.name) for inner in storage.list(where) if f".{save_id}." in inner.name)
+            yield where
 
 
 def _remove_exports(storage: st.Storage, path: str, save_id: str) -> None:

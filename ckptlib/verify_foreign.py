@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ckptlib import formats
 from ckptlib import storage as st
+from ckptlib.data_names import is_below
 from ckptlib.errors import CkptError, IntegrityError, NotACheckpointError, UncommittedError, UnsupportedError
 from ckptlib.formats import torch_dist
 from ckptlib.formats.metadata import METADATA, to_index
@@ -129,7 +130,8 @@ def _imported(storage: st.Storage, path: str, found: Findings) -> dict[str, str]
         return {}
     files = value.get("files") if isinstance(value, dict) else None
     if not isinstance(files, dict) or not all(
-        "/" not in name and isinstance(digest, str) and _HEX.fullmatch(digest) for name, digest in files.items()
+        is_below(name.removeprefix(".")) and isinstance(digest, str) and _HEX.fullmatch(digest)
+        for name, digest in files.items()
     ):
         found.checks[INTEGRITY] = damaged(data, b"", "not a list of SHA-256 digests", "first-read")
         return {}

@@ -14,6 +14,7 @@ from isal import isal_zlib
 
 from ckptlib import storage as st
 from ckptlib.container import template
+from ckptlib.data_names import data_name
 from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.manifest import FileEntry
 from ckptlib.plan import Part
@@ -132,8 +133,8 @@ def leaf_part(leaf: TensorLeaf, part: Part) -> TensorLeaf:
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """``__<rank>_<number>.<save_id>.distcp``."""
-    return f"__{rank}_{number}.{save_id}.distcp"
+    """``__<rank>_<number>.<save_id>.distcp``, as `data_name`."""
+    return data_name(rank, number, save_id, "distcp")
 
 
 def write_rank_files(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ckptlib import storage as st
+from ckptlib.data_names import is_below
 from ckptlib.errors import NotACheckpointError, RecordError, StateError, UnsupportedError
 from ckptlib.index import ChunkItem, ItemIndex, Location, ObjectItem
 from ckptlib.safe_pickle import load_metadata
@@ -93,6 +94,6 @@ def _place(key: str, info: filesystem._StorageInfo, where: str) -> Location:
             f"{where}: {key!r} is stored with extensions {info.transform_descriptors}; not supported"
         )
     name = info.relative_path
-    if not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+    if not is_below(name):
         raise RecordError(f"{where}: {key!r} is said to lie in {name!r}, which is no file of this directory")
     return Location(name, info.offset, info.length)

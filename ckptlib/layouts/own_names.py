@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ckptlib.data_names import data_name
 from ckptlib.layouts import legacy
 from ckptlib.topology import Topology
 
 
 def own_file_name(rank: int, save_id: str) -> str:
-    """``__<rank>_0.<save_id>.pt``: the file of a rank's own state."""
-    return f"__{rank}_0.{save_id}.pt"
+    """``__<rank>_0.<save_id>.pt``, as `data_name`: the file of a rank's own state."""
+    return data_name(rank, 0, save_id, "pt")
 
 
 def count(semantic_type: str, topology: Topology, world_size: int) -> int:
