@@ -207,3 +207,14 @@ def test_a_store_that_ignores_what_it_does_not_know(
     assert happens(lambda: store.put_in_parts("a", [PART, END], IfNoneMatch="*")) == (not completion_is_conditional)
     assert store.get("a") == (b"old" if completion_is_conditional else PART + END)
     assert ("ChecksumSHA256" in store.head("a")) == keeps_digests
+
+
+def test_a_store_that_takes_few_parts_and_one_that_demands_the_old_digest(store: Store) -> None:
+    store.proxy.most_parts = 1
+    with pytest.raises(ClientError, match="between 1 and 1"):
+        store.put_in_parts("a", [PART, END])
+    store.put("b", b"x")
+    store.proxy.lacking = frozenset({"digests"})
+    with pytest.raises(ClientError, match="MissingContentMD5"):
+        store.client.delete_objects(Bucket=store.bucket, Delete={"Objects": [{"Key": f"{store.prefix}b"}]})
+    assert store.names() == ["b"]

@@ -25,6 +25,7 @@ from tests.support.http_messages import (
     body_pieces,
     framed,
     operation_of,
+    part_number_of,
     read_head,
     sign_again,
 )
@@ -54,11 +55,13 @@ class FaultProxy:
     Attributes:
         faults: looked through in order for each request; the first that strikes is done. May change at any time.
         lacking: what the store behind it does not seem to know.
+        most_parts: that it takes for one upload; None: as many as the server.
     """
 
     def __init__(self, server: S3Server, faults: Iterable[Fault] = (), *, lacking: Iterable[Lacking] = ()) -> None:
         self.faults: list[Fault] = list(faults)
         self.lacking: frozenset[Lacking] = frozenset(lacking)
+        self.most_parts: int | None = None
         self._server = server
         target = urlsplit(server.endpoint)
         self._target = (target.hostname or "", target.port or 80)
@@ -158,11 +161,12 @@ class FaultProxy:
         kind = None if fault is None else fault.kind
         if fault is not None and kind == "delay":
             self._closing.wait(fault.seconds)
-        if kind in ERRORS:
+        refusal = ERRORS.get(kind or "") or self._refusal(head, operation)
+        if refusal is not None:
             if head.get("Expect") is None:  # a client that asks first need not send its body
                 for _ in link.request_pieces(head):
                     pass
-            return link.send_error(head, *ERRORS[kind])
+            return link.send_error(head, *refusal)
         if kind == "cut_before":
             return link.cut()
         pieces = self._request(link, head, operation, kind)
@@ -183,6 +187,14 @@ class FaultProxy:
             status, code, message = ERRORS["internal_error"]
             return link.send_error(head, 200 if kind == "error_in_200" else status, code, message)
         return self._respond(link, head, operation, response, body, kind)
+
+    def _refusal(self, head: Head, operation: str) -> tuple[int, str, str] | None:
+        """What a store refuses that the server behind it takes."""
+        if operation == "DeleteObjects" and "digests" in self.lacking and head.get("Content-MD5") is None:
+            return 400, "MissingContentMD5", "Missing required header for this request: Content-MD5"
+        if operation == "UploadPart" and self.most_parts is not None and part_number_of(head) > self.most_parts:
+            return 400, "InvalidArgument", f"Part number must be an integer between 1 and {self.most_parts}"
+        return None
 
     def _request(self, link: _Link, head: Head, operation: str, kind: Kind | None) -> Iterator[bytes]:
         """The body that the server gets; changes the head."""

@@ -38,13 +38,36 @@ Kind = Literal[
 ]  # fmt: skip
 
 Lacking = Literal["digests", "conditions", "conditions_of_completion"]
-"""What a store may silently ignore: digests of content, all conditions, or only those that are sent at the end of a
-multipart upload (Ceph of 2021)."""
+"""What a store may silently ignore: digests of content other than the old Content-MD5, which it then demands; all
+conditions, or only those that are sent at the end of a multipart upload (Ceph of 2021)."""
+
+
+class Turns:
+    """Which of the calls that fit are struck: `times` in a row, after the first `skip`."""
+
+    operation: str
+    key: str
+    skip: int
+    times: int | None
+    seen: int
+
+    def strikes(self, operation: str, key: str) -> bool:
+        """Whether this call is one of those; counts it."""
+        if not (fnmatch.fnmatchcase(operation, self.operation) and fnmatch.fnmatchcase(key, self.key)):
+            return False
+        self.seen += 1
+        return self.seen > self.skip and (self.times is None or self.seen <= self.skip + self.times)
+
+    @property
+    def struck(self) -> int:
+        """How often it has happened."""
+        done = max(0, self.seen - self.skip)
+        return done if self.times is None else min(done, self.times)
 
 
 @dataclass
-class Fault:
-    """One thing that goes wrong.
+class Fault(Turns):
+    """One thing that goes wrong with a request.
 
     Attributes:
         operation: pattern of the API's names: ``PutObject``, ``Upload*``, ``*``.
@@ -61,16 +84,3 @@ class Fault:
     times: int | None = 1
     seconds: float = 0.02
     seen: int = 0
-
-    def strikes(self, operation: str, key: str) -> bool:
-        """Whether this request is one of those; counts it."""
-        if not (fnmatch.fnmatchcase(operation, self.operation) and fnmatch.fnmatchcase(key, self.key)):
-            return False
-        self.seen += 1
-        return self.seen > self.skip and (self.times is None or self.seen <= self.skip + self.times)
-
-    @property
-    def struck(self) -> int:
-        """How often it has happened."""
-        done = max(0, self.seen - self.skip)
-        return done if self.times is None else min(done, self.times)

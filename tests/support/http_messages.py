@@ -145,6 +145,12 @@ def operation_of(head: Head) -> tuple[str, str]:
     return operation, unquote(key) or query.get("prefix", [""])[0]
 
 
+def part_number_of(head: Head) -> int:
+    """Of the upload of a part; 0: it is none."""
+    query = parse_qs(urlsplit(head.start.split(" ")[1]).query)
+    return int(query.get("partNumber", ["0"])[0])
+
+
 def sign_again(head: Head, secret: str) -> None:
     """Signs a request whose headers were changed as its sender would have; the content of its body does not count.
 
