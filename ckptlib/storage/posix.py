@@ -60,9 +60,11 @@ class PosixStorage(base.Defaults):
         temporary = write_temporary(path, data)
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            sync_directory(base.parent(path))
-            raise
+        except OSError as error:
+            if os.stat(temporary).st_nlink == 1:  # else it was done, and the answer to a repeated request is an error
+                if isinstance(error, FileExistsError):
+                    sync_directory(base.parent(path))
+                raise
         finally:
             unlink_quietly(temporary)
         sync_directory(base.parent(path))
@@ -118,6 +120,7 @@ class PosixStorage(base.Defaults):
 
     def list(self, path: str) -> list[Entry]:
         """One level, by name. Links are reported as what they are not: neither followed nor counted as directories."""
+        filesystems.refresh(path)
         try:
             with os.scandir(path) as entries:
                 found = [

@@ -62,6 +62,13 @@ def test_the_server_is_asked_past_the_caches(tmp_path: Path, monkeypatch: pytest
     assert asked[:2] == [str(tmp_path), str(tmp_path / "file")]
 
 
+def test_a_listing_is_never_an_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(filesystems, "refresh", asked.append)
+    assert PosixStorage().list(str(tmp_path)) == []
+    assert asked == [str(tmp_path)]
+
+
 def test_asking_the_server_changes_nothing_and_never_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for name in ("", "file", "absent", "file/below"):

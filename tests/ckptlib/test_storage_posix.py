@@ -214,6 +214,26 @@ def test_a_stream_and_each_new_directory_above_it_are_on_disk_when_it_is_finishe
     ]
 
 
+@pytest.mark.parametrize("error", [FileExistsError(errno.EEXIST, "File exists"), OSError(errno.EIO, "lost")])
+def test_a_link_that_was_made_is_made_whatever_its_answer_says(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """W4: an NFS server that gets a request twice says that the name exists, which it does since the first."""
+    link = os.link
+
+    def linked(source: str, target: str) -> None:
+        link(source, target)
+        raise error
+
+    monkeypatch.setattr(os, "link", linked)
+    store.create(str(tmp_path / "decision.json"), b"mine")
+    assert store.get(str(tmp_path / "decision.json")) == b"mine"
+    assert everything(tmp_path) == ["decision.json"]
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(FileExistsError):
+        store.create(str(tmp_path / "decision.json"), b"theirs")
+
+
 # --- failing disks ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import ckptlib
+from ckptlib import data_names
+from ckptlib.data_names import data_name
 from tests.megatron.judging import REPOSITORY, Judge, Verdict
 from tests.megatron.reference import COMMON, ITERATION, PARAMETERS, cell_value, cells, expected, pieces, state
 
@@ -101,6 +103,23 @@ def test_megatron_finds_a_flipped_byte_with_the_integrity_file_we_wrote(judge: J
     path = tmp_path / "iter_0000007"
     ckptlib.save(state(1, 0), str(path), iteration=ITERATION, run="reference")
     shard = next(path.glob("*.distcp"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 3] ^= 0x10
+    shard.write_bytes(damaged)
+    (verdict,) = judge.load(path, pieces(1, 0))
+    assert shard.name in verdict.error
+
+
+def test_megatron_reads_and_checks_files_in_directories_below(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of ranks from 10,000 on."""
+    monkeypatch.setattr("ckptlib.writer.data_name", lambda rank, *rest: data_name(rank + data_names.FAN_OUT, *rest))
+    path = tmp_path / "iter_0000007"
+    ckptlib.save(state(1, 0), str(path), iteration=ITERATION, run="reference")
+    (shard,) = path.glob("__1.*.ranks/*.distcp")
+    (verdict,) = judge.load(path, pieces(1, 0))
+    assert_holds(verdict, expected(1, 0))
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 3] ^= 0x10
     shard.write_bytes(damaged)
