@@ -24,7 +24,7 @@ from save_sync import large_tensors
 
 import ckptlib
 from ckptlib import storage as st
-from ckptlib.read_ahead import AHEAD, BLOCK_BYTES
+from ckptlib.read_ahead import BLOCK_BYTES
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3_server import running_s3_server
 
@@ -51,7 +51,7 @@ def fetch_all(url: str, name: str, size: int, options: dict[str, Any]) -> None:
     def fetch(start: int) -> None:
         store.read_into(st.join(path, name), [(start, memoryview(bytearray(min(BLOCK_BYTES, size - start))))])
 
-    with ThreadPoolExecutor(AHEAD) as pool:
+    with ThreadPoolExecutor(store.capabilities.reads_at_once) as pool:
         list(pool.map(fetch, range(0, size, BLOCK_BYTES)))
 
 

@@ -9,16 +9,18 @@ from types import TracebackType
 
 from ckptlib import storage as st
 
-BLOCK_BYTES = 8 * 1024 * 1024
-"""Bytes per read."""
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Bytes per read: blocks that have just come are looked at in the processor's cache."""
 
-AHEAD = 3
-"""Blocks of one file that are being read while another is looked at: a disk or a connection need not wait for the
-processor, and a store serves them over several connections at once."""
+MOST_READS = 16
+"""At the same time, of all files together."""
 
 
 class ReadAhead:
-    """Reads several files at a time. Each holds `AHEAD` + 1 blocks at most; a file of one block only its size.
+    """Reads several files at a time, of each as many blocks as the storage serves side by side, and no more.
+
+    Of one file that many are in memory, and the one that is looked at: 12 MiB from a disk, 36 MiB from S3. A file that
+    is smaller takes its size.
 
     Args:
         files: that are read at the same time.
@@ -26,7 +28,9 @@ class ReadAhead:
 
     def __init__(self, storage: st.Storage, files: int) -> None:
         self._storage = storage
-        self._pool = ThreadPoolExecutor(files * AHEAD, thread_name_prefix="ckptlib-read-ahead")
+        self._ahead = storage.capabilities.reads_at_once
+        reads = min(files * self._ahead, MOST_READS)
+        self._pool = ThreadPoolExecutor(reads, thread_name_prefix="ckptlib-read-ahead")
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -50,7 +54,7 @@ class ReadAhead:
             return
         starts = iter(range(0, size, BLOCK_BYTES))
         count = -(-size // BLOCK_BYTES)
-        free = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(min(AHEAD + 1, count))]
+        free = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(min(self._ahead + 1, count))]
         pending: deque[tuple[int, memoryview, memoryview, Future[None]]] = deque()
         try:
             while True:

@@ -165,7 +165,7 @@ class FileChecker:
         storage, path: the checkpoint's directory.
         level: ``listing`` and ``structure`` compare sizes; ``store`` what the store vouches for; ``data`` reads and
             hashes every byte; ``auto`` those of which the store's word does not say that all is well.
-        threads: how many files are read at the same time; each holds `read_ahead.AHEAD` + 1 blocks.
+        threads: how many files are read at the same time, ahead of whoever hashes them (`read_ahead`).
         progress: called with (bytes done, bytes in all) as blocks are read; from any of the threads, one at a time.
         batches: how reading is shared out; None: all at once.
     """

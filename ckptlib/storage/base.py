@@ -34,11 +34,13 @@ class Capabilities:
             `ExclusiveCreateError`; without it a commit needs `single_writer` (W4).
         name: short name for messages: ``posix``, ``s3``, ``memory``, ...
         whole_files: a file that is being written is not seen under its name before it is finished.
+        reads_at_once: reads of one file that it serves side by side faster than one after the other.
     """
 
     exclusive_create: bool
     name: str
     whole_files: bool = False
+    reads_at_once: int = 2
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class S3Storage(base.Defaults):
         single_writer: the caller vouches that nobody else writes; allows `create` where it is not exclusive.
     """
 
-    capabilities = Capabilities(exclusive_create=True, name="s3", whole_files=True)
+    capabilities = Capabilities(exclusive_create=True, name="s3", whole_files=True, reads_at_once=8)
 
     def __init__(self, options: S3Options | None = None, *, single_writer: bool = False) -> None:
         self.options = options or S3Options()

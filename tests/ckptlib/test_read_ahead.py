@@ -6,15 +6,18 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptlib import read_ahead
-from ckptlib.read_ahead import AHEAD, ReadAhead
+from ckptlib.read_ahead import MOST_READS, ReadAhead
 from ckptlib.storage import PosixStorage, Range
 
 BLOCK = 1000
+AHEAD = 3
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +27,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Watched(PosixStorage):
     """Counts what is read at the same time and in all; some reads take longer than others."""
+
+    capabilities = replace(PosixStorage.capabilities, reads_at_once=AHEAD)
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +70,14 @@ def test_no_more_is_read_than_a_few_blocks_ahead(file: Path) -> None:
             assert storage.blocks <= i + 1 + AHEAD
     assert 1 < storage.most <= AHEAD
     assert storage.blocks == 20
+
+
+def test_many_files_share_the_reads_that_there_may_be(file: Path) -> None:
+    storage = Watched()
+    with ReadAhead(storage, files=12) as ahead, ThreadPoolExecutor(12) as pool:
+        sizes = pool.map(lambda _: sum(len(block) for _, block in ahead.blocks(str(file), 20 * BLOCK)), range(12))
+        assert set(sizes) == {20 * BLOCK}
+    assert AHEAD < storage.most <= MOST_READS
 
 
 def test_a_file_that_is_shorter_than_it_was_is_an_error_and_ends_the_reading(file: Path) -> None:
