@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from catalog import resume
 from catalog.catalog import Catalog
@@ -31,12 +33,14 @@ class ResumeResolver:
         allow_unverified: also take what nobody has verified yet.
         require: ``data``: only what was read back, not what a store vouched for.
         timeout: seconds to wait for a locked or unreachable database.
+        storage_options: as given to the `Checkpointer`, to look whether a checkpoint is still there.
     """
 
     db_url: str | None = None
     allow_unverified: bool = False
     require: Grant = "store"
     timeout: float = 10.0
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def resolve(self, *, run: str, root_url: str, at: int | None) -> ResumeChoice | None:
         """The resume point; None when the catalog knows no checkpoint of the run.
@@ -50,9 +54,9 @@ class ResumeResolver:
             rows = resume.newest_first(catalog.checkpoints(run))
         if not rows:
             return None
-        storage, root = st.resolve(root_url)
+        storage, root = st.resolve(root_url, self.storage_options)
         identity = roots.read_identity(storage, root)
-        here = _Here(storage, root, None if identity is None else identity.root_id)
+        here = _Here(storage, root, None if identity is None else identity.root_id, self.storage_options)
         request = resume.Request(run, at=at, allow_unverified=self.allow_unverified, require=self.require)
         while True:
             found = resume.select(rows, request)
@@ -92,6 +96,7 @@ class _Here:
     storage: st.Storage
     root: str
     root_id: str | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
 
     def _is_here(self, row: CheckpointRow) -> bool:
         if self.root_id is not None and row.root_id is not None:
@@ -106,7 +111,7 @@ class _Here:
         """R1: whether it is (still) a committed checkpoint."""
         storage, path = self.storage, st.join(self.root, row.path)
         if not self._is_here(row):
-            storage, path = st.resolve(row.url)
+            storage, path = st.resolve(row.url, self.storage_options)
         if not row.save_id.startswith(FOREIGN_PREFIX):
             return commit.read_save(storage, path, row.save_id).committed
         return formats.is_foreign_complete(storage, path, row.format)[0]

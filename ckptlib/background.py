@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckptlib import commit, exports, removal
@@ -48,7 +48,7 @@ class Job:
 
     number: int
     url: str
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     single_writer: bool
     root: str
     moves_tracker: bool

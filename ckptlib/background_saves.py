@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Target:
     """What a worker has to know of a run to commit for it; see `background.Job`."""
 
     root: str
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     single_writer: bool
     moves_tracker: bool
 

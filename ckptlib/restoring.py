@@ -87,7 +87,7 @@ class RestoreRequest:
     topology: Topology | None
     rng_tracker: rng.RngTracker | None
     on_event: NoticeHandler | None
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     allow_changed: Collection[str] = ()
     finetune: bool = False
     args: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptlib import removal, resume, roots
@@ -50,7 +50,7 @@ class ResumePoints:
     resolver: Resolver | None
     local: LocalTier | None
     on_event: NoticeHandler | None
-    storage_options: Any
+    storage_options: Any = field(repr=False)
 
     def find(self, at: int | None, options: LoadOptions, drain: Callable[[], object]) -> Found:
         """The newest, or exactly iteration `at` (R6). Collective.

@@ -9,7 +9,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Source:
     format: str
     index: ItemIndex
     manifest: Manifest | None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import fsspec
+import fsspec.config
+
 from ckptlib.storage.base import (
     Buffer,
     Capabilities,
@@ -58,8 +61,9 @@ def resolve(
 
     Args:
         url: where; relative paths are made absolute.
-        storage_options: see `S3Options`; elsewhere passed to the fsspec filesystem. ``"posix"`` in it is for paths, and
-            for nothing else (`PosixOptions`).
+        storage_options: see `S3Options`; what is not in them comes from fsspec's configuration (``FSSPEC_S3``, files in
+            ``~/.config/fsspec``), then from boto3's. Elsewhere passed to the fsspec filesystem. ``"posix"`` in it is for
+            paths, and for nothing else (`PosixOptions`).
         single_writer: see `S3Storage`, `FsspecStorage`.
 
     Raises:
@@ -78,12 +82,11 @@ def resolve(
         path = "/".join(filter(None, rest.split("/")))
         if not path:
             raise ValueError(f"{url}: expected s3://bucket/prefix")
-        return S3Storage(S3Options.parse(given), single_writer=single_writer), path
+        configured = fsspec.config.conf.get("s3", {})
+        return S3Storage(S3Options.parse(given, configured), single_writer=single_writer), path
     local = local_path(url)
     if local is not None:
         return PosixStorage(PosixOptions.of(posix)), local
-    import fsspec
-
     options = given if url.startswith("memory://") else {"use_listings_cache": False, **given}
     fs, path = fsspec.core.url_to_fs(url, **options)
     return FsspecStorage(fs, single_writer=single_writer), path.rstrip("/")

@@ -68,8 +68,11 @@ class S3Options:
     attempts: int = 5
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> S3Options:
+    def parse(cls, options: Mapping[str, Any], configured: Mapping[str, Any] | None = None) -> S3Options:
         """Reads `storage_options`.
+
+        Args:
+            configured: fsspec's configuration, for what is not given; options in it that are others' are passed over.
 
         Raises:
             ValueError: an option that is not known, given twice, or out of range. Its value is not repeated.
@@ -87,6 +90,9 @@ class S3Options:
             if name in values:
                 raise ValueError(f"storage_options: {given!r} and {name!r} are the same option")
             values[name] = value
+        for given, value in (configured or {}).items():
+            if (name := _SAME.get(given, given)) in known:
+                values.setdefault(name, value)
         for name in ("s3_additional_kwargs", "client_kwargs", "config_kwargs"):
             values[name] = dict(values.get(name) or {})
         parsed = cls(**values)

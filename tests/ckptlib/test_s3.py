@@ -13,7 +13,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 
+import ckptlib
 from ckptlib import storage
 from ckptlib.errors import StorageError
 from ckptlib.storage import Vouched, join, s3_parts
@@ -286,3 +288,18 @@ def test_ten_thousand_checkpoints_are_listed_and_removed_in_ten_requests_each(
     assert calls == ["DeleteObjects"] * 10
     assert store.stat(names[0]) is None
     assert store.list(join(path, "iter_0009999")) == []
+
+
+def test_what_is_given_to_reach_a_store_is_never_written_to_it(s3: S3Server, s3_url: str) -> None:
+    """Credentials are in no record, manifest or export."""
+    options = s3.storage_options(part_size=PART)
+    state = {"w": torch.arange(10.0)}
+    with ckptlib.Checkpointer(s3_url, run="run", storage_options=options, io_mode="async") as checkpointer:
+        checkpointer.save(state, iteration=1)
+        assert checkpointer.drain(60)
+    bucket, prefix = s3_url.removeprefix("s3://").split("/")
+    with closing(s3.client()) as client:
+        for item in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+            content = client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+            assert s3.secret.encode() not in content
+            assert s3.keys["admin"].encode() not in content

@@ -7,12 +7,15 @@ import io
 import itertools
 import os
 
+import fsspec.config
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptlib import storage
 from ckptlib.storage import s3_parts
+from ckptlib.storage.s3 import S3Storage
 from ckptlib.storage.s3_options import S3Options
 from ckptlib.storage.s3_parts import (
     MAX_PART_BYTES,
@@ -136,6 +139,15 @@ def test_options_are_those_of_boto3_and_of_s3fs() -> None:
     assert options == same
     assert options.identity == same.identity
     assert options.identity != S3Options.parse({"key": "k", "secret": "other"}).identity
+
+
+def test_what_is_not_given_comes_from_the_configuration_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then one place holds it for trainers, flows and the command line."""
+    configured = {"key": "k", "endpoint_url": "http://there", "default_block_size": 5}
+    monkeypatch.setitem(fsspec.config.conf, "s3", configured)
+    store, _ = storage.resolve("s3://bucket/run", {"endpoint_url": "http://here"})
+    assert isinstance(store, S3Storage)
+    assert store.options == S3Options(aws_access_key_id="k", endpoint_url="http://here")
 
 
 @pytest.mark.parametrize(
