@@ -62,7 +62,7 @@ def resolve(
     Args:
         url: where; relative paths are made absolute.
         storage_options: see `S3Options`; what is not in them comes from fsspec's configuration (``FSSPEC_S3``, files in
-            ``~/.config/fsspec``), then from boto3's. Elsewhere passed to the fsspec filesystem. ``"posix"`` in it is for
+            ``~/.config/fsspec``), then from boto3's. Elsewhere passed to the fsspec filesystem. ``"posix"`` is for
             paths, and for nothing else (`PosixOptions`).
         single_writer: see `S3Storage`, `FsspecStorage`.
 
