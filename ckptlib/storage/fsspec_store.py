@@ -142,7 +142,8 @@ class FsspecStorage(base.Defaults):
                 with self.asking("removal", path):
                     if self.fs.isdir(path):
                         if not self.list(path):
-                            self.fs.rmdir(path)
+                            with contextlib.suppress(FileExistsError):  # s3fs: only buckets can be removed so
+                                self.fs.rmdir(path)
                     else:
                         self.fs.rm_file(path)
             except FileNotFoundError:
@@ -158,10 +159,12 @@ class FsspecStorage(base.Defaults):
 
     @contextlib.contextmanager
     def asking(self, what: str, path: str) -> Iterator[None]:
-        """Errors of a filesystem's own libraries, which are of many kinds, become `StorageError`."""
+        """Errors of a filesystem's own libraries, which are of many kinds, become `StorageError`; all name the file."""
         try:
             yield
-        except OSError:
+        except OSError as error:
+            if error.errno is not None and error.filename is None and not isinstance(error, StorageError):
+                error.filename = self.url(path)
             raise
         except Exception as error:
             raise StorageError(errno.EIO, f"{self.url(path)}: {what}: {type(error).__name__}: {error}") from error
