@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import random
 import time
@@ -26,7 +27,6 @@ from ckptlib.storage.base import Capabilities, Entry, Range, Unfinished, Vouched
 from ckptlib.storage.s3_client import Connection, ask, connect
 from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, Refusal, code_of, was_repeated
 from ckptlib.storage.s3_options import S3Options
-from ckptlib.storage.s3_parts import Body
 from ckptlib.storage.s3_probe import Probe
 from ckptlib.storage.s3_read import cut_rows, fetch, fetch_rows, plan_requests, read_all
 from ckptlib.storage.s3_upload import S3WriteStream, Target, uploads_below
@@ -337,8 +337,7 @@ class S3Storage(base.Defaults):
         return content
 
     def _put(self, path: str, data: bytes, **conditions: str) -> None:
-        body = Body([memoryview(data)])
-        self._target(path).put(body, body.sha256(), **conditions)
+        self._target(path).put(data, hashlib.sha256(data).hexdigest(), **conditions)
 
     def _put_if(self, path: str, data: bytes, **conditions: str) -> None:
         """A conditional PUT. One whose answer was lost finds its own object when it is sent again: no conflict."""

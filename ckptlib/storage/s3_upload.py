@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -62,20 +63,25 @@ class Target:
         """See `s3_client.ask`."""
         return ask(self.connection, what, self.url, request)
 
-    def call(self, what: str, method: str, **arguments: Any) -> Any:
-        """One request about this object, by the name of the client's method."""
+    def call(self, what: str, method: str, before: Callable[[], None] = lambda: None, **arguments: Any) -> Any:
+        """One request about this object, by the name of the client's method.
+
+        Args:
+            before: called before every try.
+        """
         extras = self.extras if method in _WRITES else self.read_extras
         parameters = {"Bucket": self.bucket, "Key": self.key, **extras, **arguments}
         body = arguments.get("Body")
 
         def request() -> Any:
+            before()
             if isinstance(body, Body):
                 body.seek(0)  # the client rewinds it only for repetitions of its own
             return getattr(self.connection.client, method)(**parameters)
 
         return self.ask(what, request)
 
-    def put(self, body: Body, sha256: str, **conditions: str) -> Any:
+    def put(self, body: Body | bytes, sha256: str, **conditions: str) -> Any:
         """Writes the whole object in one request; the store checks the digest (hex)."""
         return self.call("write", "put_object", Body=body, ChecksumSHA256=s3_parts.to_base64(sha256), **conditions)
 
@@ -120,6 +126,7 @@ class S3WriteStream:
         self._held_size = 0
         self._size = 0
         self._upload: str | None = None
+        self._given_up = threading.Event()
         self._present: dict[int, tuple[str, str | None, int]] = {}
         self._parts: list[Future[Sent]] = []
         self._waiting: deque[Future[Sent]] = deque()
@@ -159,6 +166,7 @@ class S3WriteStream:
     def abort(self) -> None:
         """Ends the upload; the caller is already handling an error."""
         self._hasher.close()
+        self._given_up.set()
         for part in self._parts:
             part.cancel()
         for part in self._parts:  # one that arrives after the end of the upload would stay as an orphan
@@ -214,12 +222,18 @@ class S3WriteStream:
         answer = self._target.call(
             f"upload {self._upload} part {number + 1}",
             "upload_part",
+            self._go_on,
             UploadId=self._upload,
             PartNumber=number + 1,
             Body=body,
             ChecksumSHA256=s3_parts.to_base64(sha256),
         )
         return Sent(answer["ETag"], sha256)
+
+    def _go_on(self) -> None:
+        """A part is not tried again when nobody wants it any more."""
+        if self._given_up.is_set():
+            raise StorageError(errno.ECANCELED, f"{self._target.url}: the upload was given up")
 
     def _list_parts(self) -> dict[int, tuple[str, str | None, int]]:
         """Parts that the upload has: by number, from 0: entity tag, SHA-256 where the store tells it, size."""
