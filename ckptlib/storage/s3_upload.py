@@ -81,7 +81,7 @@ class Target:
 
         return self.ask(what, request)
 
-    def put(self, body: Body | bytes, sha256: str, **conditions: str) -> Any:
+    def put(self, body: Body | bytes, sha256: str, **conditions: Any) -> Any:
         """Writes the whole object in one request; the store checks the digest (hex)."""
         return self.call("write", "put_object", Body=body, ChecksumSHA256=s3_parts.to_base64(sha256), **conditions)
 
