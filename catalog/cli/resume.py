@@ -135,10 +135,11 @@ def resume(
 def _advice(selection: NoneYet | NotEligible, run: str, require: str) -> str:
     """What would give the run a resume point, where something would."""
     verdicts = {row.verdict for row, _ in getattr(selection, "rejected", ()) if row.lifecycle == "finalized"}
+    if require == "data" and verdicts & {"unverified", "unverifiable", "verified"}:
+        verify = lookup.command("verify", run, "--level", "data")
+        return f"Next: {verify}, or accept less: --require store, --allow-unverified"
     if verdicts & {"unverified", "unverifiable"}:
         return f"Next: {lookup.command('verify', run)}, or accept it unread: --allow-unverified"
-    if require == "data" and "verified" in verdicts:
-        return f"Next: {lookup.command('verify', run, '--level', 'data')}, or accept the store's word: --require store"
     return ""
 
 

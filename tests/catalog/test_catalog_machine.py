@@ -17,10 +17,10 @@ from catalog.resume import Found
 from catalog.rows import VerifyLease
 from catalog.states import State, transition
 from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError, TransitionError
-from tests.catalog.samples import CORRUPT, GOOD, UNREADABLE, Clock, Report, commit, empty_catalog
+from tests.catalog.samples import CORRUPT, GOOD, UNREADABLE, UNVERIFIABLE, Clock, Report, commit, empty_catalog
 
 TTL = 60.0
-REPORTS = {"good": GOOD, "corrupt": CORRUPT, "unreadable": UNREADABLE}
+REPORTS = {"good": GOOD, "corrupt": CORRUPT, "unreadable": UNREADABLE, "unverifiable": UNVERIFIABLE}
 
 
 @dataclass
@@ -29,11 +29,18 @@ class Known:
 
     iteration: int
     state: State = field(default_factory=State)
+    level: str | None = None
     token: str | None = None
     expires: float = 0.0
     holds: set[int] = field(default_factory=set)
     waits_until: float = -1.0
     failures: int = 0
+
+    def waits_for(self, level: str) -> bool:
+        """Whether a verification at this level can add to what is known."""
+        if self.state.verdict == "verified":
+            return level == "data" != self.level
+        return self.state.verdict == "unverified" or (self.state.verdict == "unverifiable" and level != "store")
 
 
 class CatalogMachine(RuleBasedStateMachine):
@@ -62,16 +69,16 @@ class CatalogMachine(RuleBasedStateMachine):
         if known.state.lifecycle == "missing":
             known.state = transition(known.state, lifecycle="finalized")
 
-    @rule(target=leases, force=st.booleans())
-    def take(self, force: bool) -> VerifyLease | None:
+    @rule(target=leases, force=st.booleans(), level=st.sampled_from(["store", "auto", "data"]))
+    def take(self, force: bool, level: str) -> VerifyLease | None:
         free = {
             id
             for id, known in self.model.items()
             if known.state.lifecycle == "finalized"
             and (known.token is None or known.expires < self.now)
-            and (force or (known.state.verdict == "unverified" and known.waits_until < self.now))
+            and (force or (known.waits_for(level) and known.waits_until < self.now))
         }
-        taken = self.catalog.lease_unverified(owner="worker", ttl=TTL, force=force)
+        taken = self.catalog.lease_unverified(owner="worker", ttl=TTL, level=level, force=force)
         assert [lease.checkpoint_id for lease in taken] == sorted(free, reverse=True)[:1], "the newest that waits"
         for lease in taken:
             self.model[lease.checkpoint_id].token = lease.token
@@ -102,13 +109,13 @@ class CatalogMachine(RuleBasedStateMachine):
             self._attempt(lease, True)
             self.model[lease.checkpoint_id].expires = self.now + TTL
 
-    @rule(lease=leases, result=st.sampled_from(sorted(REPORTS)))
-    def finish(self, lease: VerifyLease | None, result: str) -> None:
+    @rule(lease=leases, result=st.sampled_from(sorted(REPORTS)), level=st.sampled_from(["store", "data"]))
+    def finish(self, lease: VerifyLease | None, result: str, level: str) -> None:
         if lease is None:
             return
         report: Report = REPORTS[result]
         try:
-            row = self.catalog.finish_verification(lease, report)
+            row = self.catalog.finish_verification(lease, report, level=level)
         except (LeaseHeldError, StaleWriteError):
             self._attempt(lease, False)
             return
@@ -122,7 +129,11 @@ class CatalogMachine(RuleBasedStateMachine):
         known.failures, known.waits_until = 0, -1.0
         if result == "corrupt":
             known.state = State("finalized", "corrupt")
+        elif result == "unverifiable":
+            if known.state.verdict == "unverified":
+                known.state = State("finalized", "unverifiable")
         elif known.state.verdict != "suspect":
+            known.level = "data" if known.state.verdict == "verified" and known.level == "data" else level
             known.state = State("finalized", "verified")
 
     @rule(lease=leases)
@@ -171,6 +182,8 @@ class CatalogMachine(RuleBasedStateMachine):
         assert {row.id: row.state for row in rows} == {id: known.state for id, known in self.model.items()}
         for row in rows:
             assert {hold.id for hold in self.catalog.holds(row.id)} == self.model[row.id].holds
+            if row.verdict == "verified":
+                assert row.verified_level == self.model[row.id].level
             assert row.version >= self.versions.get(row.id, 0), "versions only grow"
             self.versions[row.id] = row.version
 
@@ -190,9 +203,16 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_resume_point_is_the_newest_verified(self) -> None:
-        good = [known.iteration for known in self.model.values() if known.state == State("finalized", "verified")]
+        good = [known for known in self.model.values() if known.state == State("finalized", "verified")]
         result = self.catalog.resume_point("run")
-        assert (result.row.iteration if isinstance(result, Found) else None) == max(good, default=None)
+        assert (result.row.iteration if isinstance(result, Found) else None) == _newest(good)
+        strict = self.catalog.resume_point("run", require="data")
+        read_back = [known for known in good if known.level == "data"]
+        assert (strict.row.iteration if isinstance(strict, Found) else None) == _newest(read_back)
+
+
+def _newest(known: list[Known]) -> int | None:
+    return max((each.iteration for each in known), default=None)
 
 
 TestCatalogMachine = CatalogMachine.TestCase

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import verify
+from ckptlib import resume, storage, verify
 from ckptlib.verify_store import NO_DIGEST_KEPT, OTHER_PARTS, no_word
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faults import Fault
@@ -132,6 +132,27 @@ def test_a_missing_a_cut_and_a_replaced_object_are_found(saved: Saved, client: A
     assert verdicts() == {(True, "missing")}
     put_in_parts(client, place, data, PART)
     assert verdicts() == {(False, "ok")}
+
+
+def test_exports_that_the_store_copied_are_vouched_for_too(s3: S3Server, proxy: FaultProxy, s3_url: str) -> None:
+    """W5: of a LEGACY checkpoint they are as large as the data."""
+    made = Saved(s3, proxy, f"{s3_url}/iter_0000001")
+    state = {"w": torch.rand(3 * MIB)}
+    ckptlib.save(state, made.url, iteration=1, semantic_type="LEGACY", storage_options=made.options)
+    report = made.verify("store")
+    assert (report.ok, report.bytes_read, made.payload_read()) == (True, 0, 0)
+    assert report.checks["mp_rank_00/model_optim_rng.pt"].by_store
+
+
+def test_a_resume_without_a_catalog_takes_the_stores_word_unless_that_is_not_to_count(saved: Saved) -> None:
+    """S4."""
+    store, root = storage.resolve(saved.url.rpartition("/")[0], saved.options)
+    for level, reads in (("auto", False), ("data", True)):
+        saved.proxy.forget()
+        choice = resume.newest_verifying(store, root, None, None, saved.options, level)
+        assert choice is not None
+        assert choice.iteration == 1
+        assert (saved.payload_read() > 0) is reads
 
 
 def test_an_object_that_was_copied_in_other_parts_is_unverifiable_until_it_is_read(saved: Saved, client: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import ckptlib
 from catalog import Catalog, Recorder
+from catalog.leases import Findings
 from ckptlib import Checkpointer
 from tests.catalog.training import Training, flip_a_byte
 from tests.cli.conftest import RUN, Ckpt, Direct, record, verify
@@ -278,3 +279,28 @@ def test_show_of_what_is_not_there_says_what_is(ckpt: Ckpt, name: str, code: int
     ended = ckpt("show", name)
     assert (ended.code, ended.out) == (code, "")
     assert words in ended.err
+
+
+def test_a_checkpoint_is_shown_with_what_it_was_verified_by(
+    ckpt: Ckpt, training: Training, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V3."""
+    record(training, catalog, 10, 20, 30)
+    for iteration, level in ((10, "store"), (20, "data")):
+        row = catalog.checkpoint(RUN, iteration)
+        (lease,) = catalog.lease_unverified(owner="me", ttl=60, checkpoint_id=row.id)
+        catalog.finish_verification(lease, Findings("ok", level))
+    listed = {line["iteration"]: line["verified_level"] for line in ckpt("ls", RUN, "-o", "json").json}
+    assert listed == {10: "store", 20: "data", 30: None}
+    monkeypatch.setenv("COLUMNS", "400")
+    wide = ckpt("ls", RUN, "-v").out
+    assert "store: by the store's digests" in wide
+    assert "data: read back" in wide
+    assert "verified by" in ckpt("show", f"{RUN}@10").out
+    assert "store: by the store's digests" in ckpt("show", f"{RUN}@10").out
+    assert ckpt("resume", RUN, "-o", "json").json["iteration"] == 20
+    catalog.change(catalog.checkpoint(RUN, 20).id, verdict="suspect", reason="test")
+    assert ckpt("resume", RUN, "-o", "json").json["iteration"] == 10
+    refused = ckpt("resume", RUN, "--require", "data")
+    assert refused.code == 21
+    assert f"ckpt verify '{RUN}' --level data" in refused.err
