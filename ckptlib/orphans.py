@@ -1,8 +1,8 @@
 """Uploads that dead processes left unfinished: which may go (W8), and their removal.
 
 An object store keeps what was sent of a file until somebody completes the upload or ends it; whoever was killed does
-neither, and it takes space without being seen. Only uploads whose name carries a save id are ours (W1); whose save may
-still be written stays.
+neither, and it takes space without being seen. Only uploads are ours whose name carries a save id (W1), or is that of
+an export of the save that is committed there. What may still be written stays.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptlib import beats, commit, roots
+from ckptlib import beats, commit, exported, roots
 from ckptlib import storage as st
+from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Begin
 
 log = logging.getLogger("ckptlib")
 
-Standing = Literal["committed", "aborted", "deleted", "undecided", "damaged", "gone"]
-"""What storage says of a save. ``gone``: no record of it is left; ``begin.json`` comes before any of its files (W2)."""
+Standing = Literal["committed", "exporting", "aborted", "deleted", "undecided", "damaged", "gone"]
+"""What storage says of a save. ``gone``: no record of it is left; ``begin.json`` comes before any of its files (W2).
+``exporting``: it is committed, and the upload is of one of its exports, which anybody may be rolling forward (W5)."""
 
+_DIRECTORY = rf"(?P<directory>(?:{roots.NON_PERSISTENT}/)?(?:iter_\d{{7,}}|{roots.RELEASE}))"
 _NAME = re.compile(
-    rf"(?P<directory>(?:{roots.NON_PERSISTENT}/)?(?:iter_\d{{7,}}|{roots.RELEASE}))/"
+    rf"{_DIRECTORY}/"
     rf"(?:\.ckpt/(?P<record>{commit.SAVE_ID.pattern})/[^/]+|(?:[^/]+/)*[^/]*\.(?P<file>{commit.SAVE_ID.pattern})\.[^/]+)"
 )
 """A file of a save, below the root: a record, or any other, which has the save id in its name."""
+_OTHER = re.compile(rf"{_DIRECTORY}/(?P<name>.+)")
 
 
 @dataclass(frozen=True)
@@ -163,38 +167,80 @@ def _plan(
     # First the uploads, then their saves: one that has an upload has a begin record, unless it was removed meanwhile.
     uploads = storage.unfinished(root)
     now = time.time() if now is None else now
-    saves: dict[tuple[str, str], tuple[Begin | None, Standing, float | None]] = {}
+    saves = _Saves(storage, root)
     discard: list[Orphan] = []
     keep: list[Orphan] = []
-    foreign = 0
     for upload in uploads:
-        of = owner(root, upload.path)
+        save = saves.of(upload.path)
+        if save is None or not takes(save.begin):
+            continue
+        silent = None if save.seen_at is None else max(0.0, now - save.seen_at)
+        goes, reason = judge(Facts(save.attempt, save.standing, now - upload.started, silent))
+        (discard if goes else keep).append(Orphan(upload, save.save_id, reason))
+    return OrphanPlan(storage.url(root), tuple(discard), tuple(keep), len(uploads) - len(discard) - len(keep))
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that an upload belongs to.
+
+    Attributes:
+        seen_at: of an undecided one its last sign of life, in seconds since the epoch by the writer's clock.
+    """
+
+    save_id: str
+    begin: Begin | None
+    standing: Standing
+    seen_at: float | None = None
+
+    @property
+    def attempt(self) -> int:
+        return int(self.save_id.partition("-")[0])
+
+
+class _Saves:
+    """The saves below a root, each looked at once."""
+
+    def __init__(self, storage: st.Storage, root: str) -> None:
+        self._storage = storage
+        self._root = root
+        self._known: dict[tuple[str, str], _Save] = {}
+        self._current: dict[str, commit.SaveState | None] = {}
+
+    def of(self, path: str) -> _Save | None:
+        """The save that a file belongs to; None: it is not ours."""
+        of = owner(self._root, path)
         if of is None:
-            foreign += 1
-            continue
-        if of not in saves:
-            saves[of] = _look(storage, *of)
-        begin, standing, seen_at = saves[of]
-        if not takes(begin):
-            foreign += 1
-            continue
-        silent = None if seen_at is None else max(0.0, now - seen_at)
-        facts = Facts(int(of[1].partition("-")[0]), standing, now - upload.started, silent)
-        goes, reason = judge(facts)
-        (discard if goes else keep).append(Orphan(upload, of[1], reason))
-    return OrphanPlan(storage.url(root), tuple(discard), tuple(keep), foreign)
+            return self._exporting(path)
+        if of not in self._known:
+            self._known[of] = self._look(*of)
+        return self._known[of]
 
+    def _look(self, directory: str, save_id: str) -> _Save:
+        save = commit.read_save(self._storage, directory, save_id)
+        if save.tombstoned:
+            return _Save(save_id, save.begin, "deleted")
+        if save.damage is not None:
+            return _Save(save_id, save.begin, "damaged")
+        if save.decision is not None:
+            return _Save(save_id, save.begin, "committed" if save.decision.outcome == "commit" else "aborted")
+        if save.begin is None:
+            return _Save(save_id, None, "gone")
+        signs = beats.read_beats(self._storage, directory, save.begin)
+        return _Save(save_id, save.begin, "undecided", max((beat.at for beat in signs.values()), default=None))
 
-def _look(storage: st.Storage, path: str, save_id: str) -> tuple[Begin | None, Standing, float | None]:
-    """Begin record and standing of a save; of an undecided one its last sign of life, in seconds since the epoch."""
-    save = commit.read_save(storage, path, save_id)
-    if save.tombstoned:
-        return save.begin, "deleted", None
-    if save.damage is not None:
-        return save.begin, "damaged", None
-    if save.decision is not None:
-        return save.begin, "committed" if save.decision.outcome == "commit" else "aborted", None
-    if save.begin is None:
-        return None, "gone", None
-    signs = beats.read_beats(storage, path, save.begin)
-    return save.begin, "undecided", max((beat.at for beat in signs.values()), default=None)
+    def _exporting(self, path: str) -> _Save | None:
+        """The save whose export has this name."""
+        found = _OTHER.fullmatch(path.removeprefix(f"{self._root}/"))
+        if found is None:
+            return None
+        directory = st.join(self._root, found["directory"])
+        if directory not in self._current:
+            try:
+                self._current[directory] = commit.current_save(self._storage, directory)
+            except IntegrityError:  # nobody can tell whose the exports are
+                self._current[directory] = None
+        save = self._current[directory]
+        if save is None or save.begin is None or found["name"] not in exported.names(save.begin):
+            return None
+        return _Save(save.save_id, save.begin, "exporting")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptlib import Checkpointer, beats, orphans, settling, storage
+from ckptlib import Checkpointer, beats, orphans, save, settling, storage
 from ckptlib.orphans import Facts, at_start, by_age, owner
 from ckptlib.storage import join
 from tests.support.fault_proxy import FaultProxy
@@ -42,6 +42,7 @@ SAVE = "000002-00000000000a-0123abcd"
         (Facts(1, "undecided", 1e9), False),
         (Facts(0, "undecided", 1e9), False),
         (Facts(1, "damaged", 1e9), False),
+        (Facts(1, "exporting", 1e9), False),
     ],
 )
 def test_an_attempt_discards_what_is_decided_and_nothing_that_may_be_written(facts: Facts, goes: bool) -> None:
@@ -60,6 +61,8 @@ def test_an_attempt_discards_what_is_decided_and_nothing_that_may_be_written(fac
         (Facts(0, "gone", HOUR - 1), False),
         (Facts(0, "gone", HOUR + 1), True),
         (Facts(1, "damaged", HOUR - 1), False),
+        (Facts(1, "exporting", HOUR - 1), False),
+        (Facts(1, "exporting", HOUR + 1), True),
     ],
 )
 def test_by_age_goes_what_is_old_and_gave_no_sign_of_life_since(facts: Facts, goes: bool) -> None:
@@ -148,6 +151,23 @@ def test_a_sign_of_life_keeps_an_upload_however_old(place: Uploads) -> None:
     plan = orphans.plan_by_age(place.store, place.root, older_than=1.0)
     assert [orphan.upload.path for orphan in plan.keep] == [path]
     assert "sign of life" in plan.keep[0].reason
+
+
+def test_an_export_that_was_never_finished_goes_by_age(place: Uploads, s3: S3Server) -> None:
+    """W5: large ones are copied in parts; until then anybody may be rolling them forward."""
+    url = f"{place.url}/iter_0000100"
+    save({"w": torch.rand(4)}, url, iteration=100, semantic_type="LEGACY", storage_options=s3.storage_options())
+    export = place.upload(join(place.directory(), "mp_rank_00/model_optim_rng.pt"))
+    foreign = place.upload(join(place.directory(), "mp_rank_00/model.bin"))
+    elsewhere = place.upload(join(place.directory(200), "mp_rank_00/model_optim_rng.pt"))
+    now = orphans.plan_by_age(place.store, place.root, older_than=HOUR)
+    assert ([orphan.upload.path for orphan in now.keep], now.discard, now.foreign) == ([export], (), 2)
+    settling.settle(place.store, place.root, 9)
+    assert place.left() == {export, foreign, elsewhere}
+    orphans.apply(
+        place.store, orphans.plan_by_age(place.store, place.root, older_than=HOUR, now=time.time() + 2 * HOUR)
+    )
+    assert place.left() == {foreign, elsewhere}
 
 
 TRAINER = """
