@@ -69,7 +69,7 @@ def failing_disk(root: str, faults: Sequence[DiskFault]) -> Iterator[None]:
                 return count
             if fault.kind == "error_after":
                 done = original(*args, **options)
-                if name == "open":
+                if name in ("open", "scandir"):
                     done.close() if hasattr(done, "close") else os.close(done)
             raise OSError(fault.code, os.strerror(fault.code), *([path] if name in ON_NAMES else []))
 
