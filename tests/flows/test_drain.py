@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from catalog.catalog import Catalog
+from catalog.leases import Findings
 from catalog.rows import VerifyLease
 from ckptlib.verification import Batches, VerifyReport
 from flows.drain import Outcome, Summary, drain, next_lease, verify_one
@@ -57,6 +58,28 @@ def test_newest_checkpoint_is_verified_first(workshop: Workshop, settings: Flows
     assert notes.begun == [3, 2, 1]
     assert [workshop.verdict(row) for row in rows] == ["verified"] * 3
     assert str(summary) == "3 verified"
+
+
+def test_a_drain_that_may_not_read_leaves_for_others_what_no_store_vouches_for(
+    workshop: Workshop, settings: FlowsSettings
+) -> None:
+    """V3: and one that reads everything reads again what only a store has vouched for."""
+    (row,) = workshop.save(1)
+    summary = drained(workshop.catalog, settings.model_copy(update={"level": "store"}))
+    assert results(summary) == {"run@1": "unverifiable"}
+    assert "keeps no digests of its own" in str(summary)
+    assert workshop.verdict(row) == "unverifiable"
+    assert results(drained(workshop.catalog, settings.model_copy(update={"level": "store"}))) == {}
+    assert results(drained(workshop.catalog, settings)) == {"run@1": "verified"}
+
+    (other,) = workshop.save(2, run="other")
+    (lease,) = workshop.catalog.lease_unverified(owner="w", ttl=60, checkpoint_id=other.id)
+    workshop.catalog.finish_verification(lease, Findings("ok", "store"))
+    assert results(drained(workshop.catalog, settings)) == {}
+    strict = settings.model_copy(update={"level": "data"})
+    assert results(drained(workshop.catalog, strict)) == {"other@2": "verified"}
+    assert workshop.catalog.checkpoint_by_id(other.id).verified_level == "data"
+    assert results(drained(workshop.catalog, strict)) == {}
 
 
 def test_flipped_byte_is_found_and_named_and_the_others_are_verified(
