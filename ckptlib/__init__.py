@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         WholeValue,
     )
     from ckptlib.topology import Topology
+    from ckptlib.upload_options import UploadOptions
     from ckptlib.verification import VerifyReport, verify
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "Topology",
+    "UploadOptions",
     "VerifyReport",
     "WholeValue",
     "errors",
@@ -88,6 +90,7 @@ _HOMES = {
     "ShardedTensor": "sharding",
     "ShardedTensorFactory": "sharding",
     "Topology": "topology",
+    "UploadOptions": "upload_options",
     "VerifyReport": "verification",
     "WholeValue": "sharding",
     "inspect": "inspection",

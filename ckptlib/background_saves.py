@@ -22,7 +22,7 @@ from ckptlib.saving import Begun
 from ckptlib.slices import slices
 from ckptlib.staging import ALIGNMENT, Arena, StagedTensor, layout
 from ckptlib.state import TensorLeaf
-from ckptlib.workshop import Flight, Worker, workshop_for
+from ckptlib.workshop import Flight, Worker, Workshop, workshop_for
 
 LEAST_ARENA = 2**20
 """Bytes. In less memory than this nothing is staged, not even in slices."""
@@ -58,6 +58,7 @@ class BackgroundSaves:
         copy: the copy of the last save, where it is made beside training; the next save waits for it.
         refused: what kept such a save, after `save` had returned, from being begun; known on all ranks.
         unstaged: the save that has begun and is not in flight yet.
+        launched: called with every save that is handed over, from whichever thread does it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class BackgroundSaves:
         self.copy: Copy | None = None
         self.refused: list[Exception] = []
         self.unstaged: Begin | None = None
+        self.launched: Callable[[Begin], None] = lambda begin: None
         self._target = target
         self._on_event = on_event
         self._abandon = abandon
@@ -90,6 +92,11 @@ class BackgroundSaves:
     def worker(self) -> Worker | None:
         """See `Workshop.worker`."""
         return self._shop.worker
+
+    @property
+    def shop(self) -> Workshop:
+        """Where the work is done."""
+        return self._shop
 
     def prepare(self, nbytes: int) -> None:
         """Starts the worker and makes the arenas, so that the first save meets warm memory; as much as there is.
@@ -214,6 +221,7 @@ class BackgroundSaves:
             self._shop.call_back(flight)
             raise
         self._flights.append(flight)
+        self.launched(begun.begin)
         return flight
 
     def _place(self, package: Package, begin: Begin) -> tuple[Arena, list[list[TensorLeaf]]]:

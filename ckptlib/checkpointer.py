@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlib import removal, resume, rng, roots, settling
+from ckptlib import removal, resume, rng, roots
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
 from ckptlib.async_options import AsyncOptions
@@ -39,7 +39,8 @@ from ckptlib.load_options import LoadOptions, LoadParallelism, Rename, Strict
 from ckptlib.local import LocalOptions, LocalTier
 from ckptlib.local_pieces import Pieces
 from ckptlib.local_sets import World
-from ckptlib.manifest import Format, IoMode, Kind, SemanticType
+from ckptlib.locations import Locations, Opened, Tier, check_reach, durable_tier
+from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
 from ckptlib.metrics import MetricsHandler
 from ckptlib.planning import PlanCache
 from ckptlib.progress import check_names
@@ -49,6 +50,8 @@ from ckptlib.resume_point import ResumePoints
 from ckptlib.saving import SaveRequest, SaveResult, plan_together, run_save
 from ckptlib.staging import layout
 from ckptlib.topology import Topology
+from ckptlib.upload_options import UploadOptions
+from ckptlib.uploads import Uploads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +89,9 @@ class Checkpointer:
         io_mode: ``sync``: `save` returns when the checkpoint exists; ``async``: when the state may change.
         background: how asynchronous saves are written; None: a worker process, one save in flight.
         local: where each rank keeps checkpoints of its own (``kind="non_persistent_local"``); None: nowhere.
+        upload: where checkpoints are uploaded in the background once they are committed at `root`, which is then the
+            run's first tier: a fast directory that all ranks see. Listeners hear of what is uploaded, and a restore
+            takes the newest of both. None: `root` is the durable location.
         on_event: called with each `Notice`.
         on_metrics: called with the numbers of each committed save, on rank 0 (`SaveMetrics`); they are logged too.
         storage_options: see `ckptlib.storage.resolve`.
@@ -97,6 +103,7 @@ class Checkpointer:
         UnsupportedError: the combination of semantic type, format and io mode is impossible, or impossible here: a
             worker process cannot reach the storage, a LEGACY layout cannot hold the topology.
         StorageError: a rank's local root cannot be used.
+        StorageUnavailableError: `root` is no first tier of the durable location, or a rank does not see it.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class Checkpointer:
         io_mode: IoMode = "sync",
         background: AsyncOptions | None = None,
         local: LocalOptions | None = None,
+        upload: UploadOptions | None = None,
         on_event: NoticeHandler | None = None,
         on_metrics: MetricsHandler | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -142,12 +150,18 @@ class Checkpointer:
             )
         self._storage, self._root = st.resolve(root, storage_options, single_writer=single_writer)
         self._storage_options = storage_options
-        self._announcer = Announcer(
-            self._storage,
-            self._root,
-            listeners if self._group.rank == 0 else (),
-            moves_tracker=tracker == "committed",
-        )
+        moves_tracker = tracker == "committed"
+        heard = listeners if self._group.rank == 0 else ()
+        first = Tier(self._storage, self._root, storage_options)
+        background = background or AsyncOptions()
+        self._places = Locations(first, None if upload is None else durable_tier(upload), on_event)
+        if self._places.durable is not None:
+            check_reach(first, self._places.durable, background.worker)
+        here = heard if self._places.durable is None else ()
+        self._announcer = Announcer(self._storage, self._root, here, moves_tracker=moves_tracker)
+        self._public = self._announcer  # whom listeners hear
+        if self._places.durable is not None:
+            self._public = Announcer(self._places.home.storage, self._places.home.root, heard, moves_tracker=False)
         self._save_interval = save_interval
         self._contents = contents
         self._rng_tracker = rng.RngTracker.of(rng_tracker) if isinstance(rng_tracker, rng.TrackerLike) else rng_tracker
@@ -157,9 +171,9 @@ class Checkpointer:
         self._semantic_type: SemanticType = semantic_type
         self._format: Format = FORMAT_OF.get(semantic_type, "torch_dist") if format is None else format
         self._io_mode: IoMode = io_mode
-        target = Target(self.root, storage_options, single_writer, tracker == "committed")
+        target = Target(self.root, storage_options, single_writer, moves_tracker)
         abandon = self._group.abandon if isinstance(self._group, StoreGroup) else None
-        self._background = BackgroundSaves(background or AsyncOptions(), target, on_event, abandon, self._held)
+        self._background = BackgroundSaves(background, target, on_event, abandon, self._held)
         self._check_combination(self._semantic_type, self._format, io_mode, self._storage)
         self._plans = PlanCache()
         self._local_plans = PlanCache()
@@ -170,11 +184,23 @@ class Checkpointer:
                 "both commit. Pass single_writer=True if you are sure that only this job writes here."
             )
         self._group.next_round()
-        settled: list[CommitEvent] = []
+        events: list[CommitEvent] = []
         left: list[str] = []
-        self._identity, self._attempt = lead(
-            self._group, "open", lambda: self._open(settle_wait, tracker, settled, left)
-        )
+
+        def begin() -> tuple[Opened, list[Begin]]:
+            opened = self._places.open(run, topology, tracker)
+            lacking, standing = self._places.settle(opened, settle_wait, upload)
+            events.extend(self._public.events_of(opened.durable, standing))
+            left.extend(removal.supersede_by_newest(self._storage, self._root))
+            return opened, lacking
+
+        opened, lacking = lead(self._group, "open", begin)
+        self._identity, self._home, self._attempt = opened.first, opened.durable, opened.attempt
+        self._uploads: Uploads | None = None
+        if upload is not None:
+            agree(self._group, "first tier", lambda: self._places.check_first(opened, self._group.rank))
+            self._uploads = self._open_uploads(upload, opened, moves_tracker)
+            self._background.launched = self._uploads.submit
         self._local = None if local is None else self._open_local(local, settle_wait)
         self._requests = Requests(
             self._storage,
@@ -186,21 +212,27 @@ class Checkpointer:
             self._rng_tracker,
             data_parallel_random_init,
             self._local,
+            self._places.newest_attempt,
         )
         self._ledger = Ledger(self._background, self._requests, self._identity, self._announcer, on_event, on_metrics)
+        home = self._places.home
         self._points = ResumePoints(
-            self._storage,
-            self._root,
+            home.storage,
+            home.root,
             run,
             self.attempt,
             self._group,
             resolver,
             self._local,
             on_event,
-            storage_options,
+            home.options,
+            None if upload is None else first,
         )
-        for event in settled:
-            self._announcer.tell_of_commit(event)
+        if self._uploads is not None:
+            for each in lacking:
+                self._uploads.submit(each)
+        for event in events:
+            self._public.tell_of_commit(event)
         for text in left:
             emit(on_event, Notice("superseded_not_removed", text))
 
@@ -219,8 +251,13 @@ class Checkpointer:
 
     @property
     def root(self) -> str:
-        """The run's directory."""
+        """The run's directory; with uploads, on the first tier."""
         return self._storage.url(self._root)
+
+    @property
+    def uploading(self) -> tuple[int, ...]:
+        """Iterations whose upload has not ended on this rank, in the order in which they are uploaded."""
+        return () if self._uploads is None else tuple(begin.iteration for begin in self._uploads.in_flight())
 
     # --- restore ------------------------------------------------------------------------------------------------------
 
@@ -429,6 +466,8 @@ class Checkpointer:
         result, decision, begin = run_save(self._group, prepare, self._plans)
         self._ledger.committed(begin, decision, commit_seconds=result.phases["commit"], stall=result.seconds)
         self._ledger.has_begun(begin)
+        if self._uploads is not None:
+            self._uploads.submit(begin)
         return result
 
     def _save_local(
@@ -513,12 +552,15 @@ class Checkpointer:
         self._background.prepare(layout(begun.pack(self._group.rank).tensors)[1])
 
     def poll(self) -> None:
-        """Looks after saves that have ended in the background: tells listeners.
+        """Looks after saves and uploads that have ended in the background: tells listeners.
 
-        Waits for nobody. Rank 0 reads back the records of what was committed, to tell of it.
+        Waits for nobody. Rank 0 reads back the records of what was committed, to tell of it. What is durable at the
+        other location is an `uploaded` notice there, what could not be uploaded an `upload_failed` one.
         """
         self._check_open()
         self._ledger.settle_ended()
+        if self._uploads is not None:
+            self._uploads.settle_ended()
 
     @holds
     def wait_staged(self, timeout: float | None = None) -> bool:
@@ -531,7 +573,8 @@ class Checkpointer:
 
     @holds
     def drain(self, timeout: float = 30.0, *, at_deadline: Literal["abort", "leave"] = "abort") -> bool:
-        """Waits for saves in flight, for what is left of a grace period, and has listeners hand over what they hold.
+        """Waits for saves in flight and their uploads, for what is left of a grace period, and has listeners hand over
+        what they hold.
 
         At the deadline rank 0 decides `abort` for what is not committed (W4), and each rank for its local pieces: the
         resume point before stands, and nobody can commit it later. What became of each save is a `save_drained` notice
@@ -541,22 +584,36 @@ class Checkpointer:
             timeout: seconds; a tenth of it, at most 2 s, is kept for the decision.
             at_deadline: ``leave``: a worker process goes on, also after the end of this process.
 
+        What is committed and not uploaded then is an `upload_unfinished` notice; a worker process goes on with it.
+
         Returns:
-            Whether everything is committed, and nothing has failed: the same on all ranks, except where one does not
-            answer in time. With ``leave``, whether this rank has nothing in flight any more.
+            Whether everything is committed, and uploaded where that was asked for, and nothing has failed: the same on
+            all ranks, except where one does not answer in time. With ``leave``, whether this rank has nothing in flight
+            any more.
         """
         deadline = time.monotonic() + timeout
         until = deadline - min(2.0, timeout / 10)
         staged = self.wait_staged(timeout)
         ended = staged and self._background.drain(max(0.0, until - time.monotonic()))
+        uploaded = self._wait_uploaded(until)
         if not self._closed:
             self.poll()
         if at_deadline == "abort":
             if not ended:
                 ended = self._ledger.abort_in_flight(timeout) and staged
-            ended = self._all_ended(ended and self._ledger.is_clean, deadline)
-        self._announcer.drain(max(0.0, deadline - time.monotonic()))
-        return ended
+            ended = self._all_ended(ended and uploaded and self._ledger.is_clean, deadline)
+        self._public.drain(max(0.0, deadline - time.monotonic()))
+        return ended and uploaded
+
+    def _wait_uploaded(self, until: float) -> bool:
+        """Whether all that was to be uploaded is durable, at this time of the monotonic clock at the latest."""
+        if self._uploads is None:
+            return True
+        ended = self._uploads.wait(max(0.0, until - time.monotonic()))
+        succeeded = self._uploads.settle_ended()
+        if not ended:
+            self._uploads.tell_unfinished()
+        return ended and succeeded
 
     def _all_ended(self, ended: bool, deadline: float) -> bool:
         """Whether it has ended on all ranks, as far as they say so within what is left, or a second."""
@@ -576,7 +633,7 @@ class Checkpointer:
     def close(self, timeout: float = 30.0) -> None:
         """Ends this attempt's use of the checkpointer; safe to call twice.
 
-        Saves in flight are given `timeout` seconds; then a worker process goes on by itself.
+        Saves in flight and their uploads are given `timeout` seconds; then a worker process goes on by itself.
 
         Raises:
             BackgroundSaveError: one of the last saves failed.
@@ -587,10 +644,11 @@ class Checkpointer:
         deadline = time.monotonic() + timeout
         self.wait_staged(timeout)
         self._background.drain(max(0.0, deadline - time.monotonic()))
+        self._wait_uploaded(deadline)
         self._background.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         self._closed = True
-        self._announcer.drain(max(0.0, deadline - time.monotonic()))
+        self._public.drain(max(0.0, deadline - time.monotonic()))
         self._ledger.raise_refusal()
         if self._ledger.failed:
             raise self._ledger.failed.pop(0)
@@ -603,37 +661,36 @@ class Checkpointer:
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
-    def _open(
-        self, settle_wait: float, tracker: TrackerMode, committed: list[CommitEvent], left: list[str]
-    ) -> tuple[roots.RootIdentity, roots.AttemptRecord]:
-        identity = roots.open_root(self._storage, self._root, self.run)
-        attempt = roots.start_attempt(self._storage, self._root, self.run, self.topology, tracker)
-
-        def tell(waiting: settling.Waiting) -> None:
-            data = {"ranks": sorted(waiting.writing), "fraction": waiting.progress.fraction}
-            emit(self._on_event, Notice("settle_waiting", str(waiting), data))
-
-        standing: list[roots.Found] = []  # nobody else may be left to tell of it: its own attempt is gone
-        for settled in settling.settle(
-            self._storage, self._root, attempt.number, wait=settle_wait, on_wait=tell, on_standing=standing.append
-        ):
-            emit(self._on_event, Notice("settled", str(settled)))
-        committed += self._announcer.events_of(identity, standing)
-        if tracker == "committed":
-            roots.write_tracker(self._storage, self._root)
-        left += removal.supersede_by_newest(self._storage, self._root)
-        return identity, attempt
+    def _open_uploads(self, options: UploadOptions, opened: Opened, moves_tracker: bool) -> Uploads:
+        shop = self._background.shop
+        return Uploads(
+            options,
+            self._places.first,
+            self._places.home,
+            self._group.rank,
+            self._group.world_size,
+            opened,
+            self._public,
+            moves_tracker=moves_tracker,
+            commit_timeout=self._background.options.commit_timeout,
+            heartbeat=self._background.options.heartbeat,
+            hand_over=shop.upload,
+            number=shop.number_job,
+            wait_for=shop.wait_for,
+            on_event=self._on_event,
+        )
 
     def _open_local(self, options: LocalOptions, settle_wait: float) -> LocalTier:
-        world = World(self._identity.root_id, self._group.world_size, self.topology)
-        known = lead(self._group, "attempts", lambda: roots.read_attempts(self._storage, self._root))
+        home = self._places.home
+        world = World(self._home.root_id, self._group.world_size, self.topology)
+        known = lead(self._group, "attempts", lambda: roots.read_attempts(home.storage, home.root))
         attempts = {each.number: each.attempt_id for each in known}
-        pieces = Pieces(options.root, self.root, world, self._group.rank, self.attempt, attempts, self._on_event)
+        pieces = Pieces(options.root, home.url, world, self._group.rank, self.attempt, attempts, self._on_event)
         agree(self._group, "local", lambda: pieces.take_over(self.run, settle_wait))
-        return LocalTier(options, world, pieces, self.attempt, lambda: roots.newest_attempt(self._storage, self._root))
+        return LocalTier(options, world, pieces, self.attempt, self._places.newest_attempt)
 
     def _announce(self) -> None:
-        self._announcer.announce(self._identity, self._attempt, self.run, self.topology, self._ledger.parent)
+        self._public.announce(self._home, self._attempt, self.run, self.topology, self._ledger.parent)
 
     def _check_combination(
         self, semantic_type: SemanticType, format: Format, io_mode: IoMode, storage: st.Storage

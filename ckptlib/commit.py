@@ -92,6 +92,11 @@ def beat_name(rank: int) -> str:
     return f"beat_{rank}.json"
 
 
+def receipt_name(number: int) -> str:
+    """Name of the file that says of a copy that file `number` of the manifest is durable (`ckptlib.receipts`)."""
+    return f"sent_{number}.json"
+
+
 def root_of(path: str) -> str:
     """The root directory that an iteration directory would belong to."""
     above = st.parent(path)
@@ -376,10 +381,10 @@ def _decide_commit(
 
 
 def _copied_manifest(storage: st.Storage, path: str, begin: Begin) -> bytes | None:
-    """The manifest of a copy, which has no records: it was written when everything else was there (`transfer`).
+    """The manifest of a copy, which has receipts in the place of records: it was written last (`transfer`).
 
     Returns:
-        None: there is none, or not every file that it names is there with its size.
+        None: there is none, or not every file that it names is there with its size, and its receipt.
     """
     data = get_or_none(storage, st.join(save_dir(path, begin.save_id), MANIFEST))
     if data is None:
@@ -389,7 +394,10 @@ def _copied_manifest(storage: st.Storage, path: str, begin: Begin) -> bytes | No
     except IntegrityError as error:
         log.warning("copy does not count: %s", error)
         return None
-    whole = all(storage.stat(st.join(path, entry.path)) == entry.size for entry in manifest.files)
+    names = {entry.name for entry in storage.list(save_dir(path, begin.save_id))}
+    sent = [number for number, entry in enumerate(manifest.files) if entry.role == "data"]
+    whole = bool(sent) and all(receipt_name(number) in names for number in sent)
+    whole = whole and all(storage.stat(st.join(path, entry.path)) == entry.size for entry in manifest.files)
     return data if whole and manifest.begin.encode() == begin.encode() else None
 
 

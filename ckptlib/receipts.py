@@ -15,12 +15,6 @@ from ckptlib.errors import RecordError
 from ckptlib.manifest import FileEntry, Manifest
 
 PARTS = "parts.json"
-_RECEIPT = "sent_"
-
-
-def receipt_name(number: int) -> str:
-    """Name of the receipt for file `number` of the manifest."""
-    return f"{_RECEIPT}{number}.json"
 
 
 def publish_receipt(storage: st.Storage, path: str, save_id: str, number: int, entry: FileEntry) -> None:
@@ -29,7 +23,7 @@ def publish_receipt(storage: st.Storage, path: str, save_id: str, number: int, e
     Args:
         entry: of the manifest, with this location's part digests.
     """
-    where = st.join(commit.save_dir(path, save_id), receipt_name(number))
+    where = st.join(commit.save_dir(path, save_id), commit.receipt_name(number))
     storage.put(where, records.encode("sent", {"save_id": save_id, "file": entry.to_json()}))
 
 
@@ -40,9 +34,9 @@ def read_receipts(storage: st.Storage, path: str, manifest: Manifest) -> dict[st
     present = {entry.name for entry in storage.list(directory)}
     found: dict[str, FileEntry] = {}
     for number, entry in enumerate(manifest.files):
-        if receipt_name(number) not in present:
+        if commit.receipt_name(number) not in present:
             continue
-        where = st.join(directory, receipt_name(number))
+        where = st.join(directory, commit.receipt_name(number))
         data = commit.get_or_none(storage, where)
         try:
             value = None if data is None else records.decode("sent", data, storage.url(where))
@@ -53,11 +47,22 @@ def read_receipts(storage: st.Storage, path: str, manifest: Manifest) -> dict[st
     return found
 
 
-def remove_receipts(storage: st.Storage, path: str, save_id: str) -> None:
+def lacking(storage: st.Storage, path: str, manifest: Manifest) -> tuple[FileEntry, ...]:
+    """The data files of which there is no receipt, by names alone: one listing."""
+    present = {entry.name for entry in storage.list(commit.save_dir(path, manifest.begin.save_id))}
+    return tuple(
+        entry
+        for number, entry in enumerate(manifest.files)
+        if entry.role == "data" and commit.receipt_name(number) not in present
+    )
+
+
+def remove_receipts(storage: st.Storage, path: str, manifest: Manifest) -> None:
     """After the decision nobody needs them."""
-    directory = commit.save_dir(path, save_id)
-    names = [entry.name for entry in storage.list(directory)]
-    storage.remove([st.join(directory, name) for name in names if name.startswith(_RECEIPT)])
+    directory = commit.save_dir(path, manifest.begin.save_id)
+    present = {entry.name for entry in storage.list(directory)}
+    names = map(commit.receipt_name, range(len(manifest.files)))
+    storage.remove([st.join(directory, name) for name in names if name in present])
 
 
 def parts_bytes(manifest: Manifest, entries: Mapping[str, FileEntry]) -> bytes | None:

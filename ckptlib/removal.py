@@ -152,7 +152,7 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
     try:
         directory = st.join(root, roots.NON_PERSISTENT)
         newer = (begin.attempt, begin.iteration, begin.save_id)
-        tracked, being_read = roots.read_tracker(storage, directory), _being_read(storage, root)
+        tracked, being_read = roots.read_tracker(storage, directory), pinned_saves(storage, root)
         for old in superseded(roots.scan_non_persistent(storage, root), newer, tracked, being_read):
             try:
                 assert old.save is not None  # `superseded` has looked
@@ -216,7 +216,7 @@ def _pin_path(root: str, attempt: int, save_id: str) -> str:
     return st.join(root, commit.CONTROL, READERS, f"{attempt}.{save_id}")
 
 
-def _being_read(storage: st.Storage, root: str) -> set[str]:
+def pinned_saves(storage: st.Storage, root: str) -> set[str]:
     """Saves that are being read. Pins of older attempts do not count: those have ended (W8)."""
     pins = [pin for pin in _pins(storage, root) if pin.whole]
     newest = roots.newest_attempt(storage, root) if pins else 0

@@ -48,6 +48,7 @@ class Requests:
         rng_tracker: streams beside the global ones.
         every_rng_state: Megatron's lists have the streams of every data-parallel rank.
         local: where each rank keeps checkpoints of its own.
+        newest_attempt: number of the newest attempt of the run.
     """
 
     storage: st.Storage
@@ -59,6 +60,7 @@ class Requests:
     rng_tracker: rng.RngTracker | None
     every_rng_state: bool
     local: LocalTier | None
+    newest_attempt: Callable[[], int]
 
     def maker(self, asked: Asked) -> Callable[[str | None, Sequence[BackgroundSaveError]], SaveRequest]:
         """What makes this rank's request, within the exchange in which all ranks learn when one cannot. Collective.
@@ -110,7 +112,7 @@ class Requests:
                 begin,
                 content_of(asked.semantic_type, tree),
                 asked.on_exists,
-                None if local is not None else lambda: roots.newest_attempt(self.storage, self.root),
+                None if local is not None else self.newest_attempt,
                 tuple(failed),
             )
 

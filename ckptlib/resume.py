@@ -93,25 +93,33 @@ def newest_verifying(
         NoResumePointError: there are some, broken ones included, and none verifies; with the reason for each.
         VersionError: the newest was written by a newer ckptlib.
     """
-    from ckptlib.verification import verify
-
     usable = sorted(roots.usable(roots.scan(storage, root), at), key=lambda found: found.order, reverse=True)
     rejected = _broken(storage, root, at, usable[0] if usable else None, on_event)
     for found in usable:
-        choice = choice_of(found, "newest committed on storage; verified now")
-        try:
-            report = verify(found.url, level=level, save_id=choice.save_id, storage_options=storage_options)
-        except CkptError as error:
-            reason = str(error)
-        else:
-            if report.ok:
-                return choice
-            reason = "; ".join(report.problems)
+        reason = damage_of(found, storage_options, level)
+        if reason is None:
+            return choice_of(found, "newest committed on storage; verified now")
         rejected.append((found.name, reason))
         emit(on_event, Notice("resume_candidate_rejected", f"{found.url}: {reason}"))
     if rejected:
         raise _no_resume_point(storage, root, "no committed checkpoint verifies", rejected)
     return None
+
+
+def damage_of(found: roots.Found, storage_options: Mapping[str, Any] | None = None, level: str = "auto") -> str | None:
+    """What is wrong with the bytes of a checkpoint, looked at now; None: nothing.
+
+    Args:
+        level: of `verification.verify`.
+    """
+    from ckptlib.verification import verify
+
+    save_id = None if found.save is None else found.save.save_id
+    try:
+        report = verify(found.url, level=level, save_id=save_id, storage_options=storage_options)
+    except CkptError as error:
+        return str(error)
+    return None if report.ok else "; ".join(report.problems)
 
 
 def _broken(

@@ -14,6 +14,7 @@ from ckptlib.errors import IntegrityError, NoResumePointError
 from ckptlib.events import Notice, NoticeHandler, Resolver, emit
 from ckptlib.load_options import LoadOptions
 from ckptlib.local import Chosen, LocalTier
+from ckptlib.locations import Tier
 from ckptlib.planning import PlanCache
 from ckptlib.restoring import Restored, RestoreRequest, restore_from
 
@@ -26,11 +27,22 @@ class Found:
         choice: the run's; None: it has none.
         verify: the verification that the choice still needs before it may be trusted.
         local: the ranks' own set, newer than the choice, or why there is none.
+        on_first_tier: the choice is what the first tier holds.
     """
 
     choice: resume.ResumeChoice | None
     verify: str | None
     local: Chosen
+    on_first_tier: bool = False
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The run's resume point, the verification that it still needs before it may be trusted, and where it is."""
+
+    choice: resume.ResumeChoice
+    verify: str | None = None
+    on_first_tier: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class ResumePoints:
     Attributes:
         resolver: who decides; None: storage.
         local: the ranks' own checkpoints; None: they keep none.
+        first: the first tier of what is at `root`; None: there is none.
     """
 
     storage: st.Storage
@@ -51,6 +64,7 @@ class ResumePoints:
     local: LocalTier | None
     on_event: NoticeHandler | None
     storage_options: Any = field(repr=False)
+    first: Tier | None = None
 
     def find(self, at: int | None, options: LoadOptions, drain: Callable[[], object]) -> Found:
         """The newest, or exactly iteration `at` (R6). Collective.
@@ -63,7 +77,7 @@ class ResumePoints:
         """
         self.group.next_round()
         chosen, refused = lead(self.group, "resume", lambda: self._choose_or_refuse(at))
-        choice, verify = chosen or (None, None)
+        choice = None if chosen is None else chosen.choice
         local = Chosen(None)
         if self.local is not None:
             drain()
@@ -73,7 +87,9 @@ class ResumePoints:
                 emit(self.on_event, Notice("local_checkpoints_unused", local.reason))
         if local.set is None and refused is not None:
             raise refused
-        return Found(choice, verify, local)
+        if chosen is None:
+            return Found(None, None, local)
+        return Found(choice, chosen.verify, local, chosen.on_first_tier)
 
     def restore(self, found: Found, request: RestoreRequest, state: dict[str, Any]) -> tuple[Restored, str | None]:
         """Restores from what was found; also the save that the attempt continues.
@@ -86,14 +102,20 @@ class ResumePoints:
         """
         if found.local.set is not None:
             return self._restore_local(found.local, request, state)
-        with self._pinned(request.choice):
+        if found.on_first_tier and self.first is not None:
+            request = replace(request, storage_options=self.first.options)
+        with self._pinned(found, request.choice):
             restored = restore_from(request, state)
         return replace(restored, reason=f"{restored.reason}{found.local.beside}"), request.choice.save_id
 
-    def _pinned(self, choice: resume.ResumeChoice) -> contextlib.AbstractContextManager[None]:
-        """Keeps a non-persistent checkpoint from being removed while it is read: a save in flight may supersede it."""
-        inside = self.storage.url(st.join(self.root, roots.NON_PERSISTENT)) + "/"
-        if self.group.rank != 0 or choice.save_id is None or not choice.url.startswith(inside):
+    def _pinned(self, found: Found, choice: resume.ResumeChoice) -> contextlib.AbstractContextManager[None]:
+        """Keeps a checkpoint from being removed while it is read: a non-persistent one, which a save in flight may
+        supersede, and any on a first tier, from which an upload that ends may remove it."""
+        if self.group.rank != 0 or choice.save_id is None:
+            return contextlib.nullcontext()
+        if found.on_first_tier and self.first is not None:
+            return removal.pinned(self.first.storage, self.first.root, self.attempt, choice.save_id)
+        if not choice.url.startswith(self.storage.url(st.join(self.root, roots.NON_PERSISTENT)) + "/"):
             return contextlib.nullcontext()
         return removal.pinned(self.storage, self.root, self.attempt, choice.save_id)
 
@@ -120,22 +142,43 @@ class ResumePoints:
             raise
         return restored, self.local.pieces.parent_of(chosen.set)
 
-    def _choose_or_refuse(
-        self, at: int | None
-    ) -> tuple[tuple[resume.ResumeChoice, str | None] | None, NoResumePointError | None]:
-        """As `_choose`; where there may be local checkpoints, its refusal is not the last word."""
+    def _choose_or_refuse(self, at: int | None) -> tuple[_Choice | None, NoResumePointError | None]:
+        """As `_choose`; where there may be others than the run's own, its refusal is not the last word."""
+        chosen, refused = None, None
         try:
-            return self._choose(at), None
+            chosen = self._choose(at)
         except NoResumePointError as error:
-            if self.local is None:
+            if self.local is None and self.first is None:
                 raise
-            return None, error
+            refused = error
+        if self.first is not None:
+            near = self._choose_near(self.first, at, None if chosen is None else chosen.choice)
+            if near is not None:
+                return near, None
+        if refused is not None and self.local is None:
+            raise refused
+        return chosen, refused
 
-    def _choose(self, at: int | None) -> tuple[resume.ResumeChoice, str | None] | None:
-        """The run's resume point, and the verification it still needs before it may be trusted."""
+    def _choose_near(self, first: Tier, at: int | None, durable: resume.ResumeChoice | None) -> _Choice | None:
+        """The newest on the first tier that is intact, if it is at least as new as the durable one."""
+        least = (
+            (-1, -1, "") if durable is None else (*roots.order_of(durable.save_id, durable.iteration), durable.save_id)
+        )
+        usable = roots.usable(roots.scan(first.storage, first.root), at)
+        for found in sorted(usable, key=lambda found: found.order, reverse=True):
+            if found.order < (least[0], least[1], least[2] or ""):
+                break
+            damage = resume.damage_of(found, first.options)
+            if damage is None:
+                return _Choice(resume.choice_of(found, "newest on the first tier; verified now"), on_first_tier=True)
+            emit(self.on_event, Notice("resume_candidate_rejected", f"{found.url}: {damage}"))
+        return None
+
+    def _choose(self, at: int | None) -> _Choice | None:
+        """The run's resume point."""
         if self.resolver is None:
             choice = resume.newest_committed(self.storage, self.root, at, self.on_event)
-            return None if choice is None else (choice, None)
+            return None if choice is None else _Choice(choice)
         try:
             choice = self.resolver.resolve(run=self.run, root_url=self.storage.url(self.root), at=at)
         except NoResumePointError:
@@ -145,7 +188,7 @@ class ResumePoints:
             emit(self.on_event, Notice("resolver_failed", f"{type(error).__name__}: {error}; asking storage"))
             choice = None
         if choice is not None:
-            return choice, None
+            return _Choice(choice)
         level = "data" if getattr(self.resolver, "require", None) == "data" else "auto"
         verified = resume.newest_verifying(self.storage, self.root, at, self.on_event, self.storage_options, level)
-        return None if verified is None else (verified, None)
+        return None if verified is None else _Choice(verified)

@@ -203,14 +203,17 @@ def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
 
 
 def start_attempt(
-    storage: st.Storage, root: str, run: str, topology: Topology | None, tracker: str = "committed"
+    storage: st.Storage, root: str, run: str, topology: Topology | None, tracker: str = "committed", *, after: int = 0
 ) -> AttemptRecord:
     """Creates the next attempt file, exclusively (W8). Attempts count from 1.
 
     A root that was copied without its hidden files has saves and no attempts: what comes next is newer than they are.
+
+    Args:
+        after: an attempt that another location knows.
     """
     while True:
-        number = (newest_attempt(storage, root) or _newest_saving_attempt(storage, root)) + 1
+        number = max(newest_attempt(storage, root) or newest_saving_attempt(storage, root), after) + 1
         attempt = AttemptRecord(
             number=number,
             attempt_id=uuid.uuid4().hex,
@@ -256,7 +259,8 @@ def _attempt_numbers(storage: st.Storage, root: str) -> list[int]:
     return [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
 
 
-def _newest_saving_attempt(storage: st.Storage, root: str) -> int:
+def newest_saving_attempt(storage: st.Storage, root: str) -> int:
+    """Number of the newest attempt that has left a save; 0 when there is none."""
     saves = (found.save for found in scan(storage, root).found)
     return max((_attempt_of(save.save_id) for save in saves if save is not None), default=0)
 

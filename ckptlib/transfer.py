@@ -311,8 +311,8 @@ class Transfer:
         if commit.read_save(storage, path, save_id).tombstoned:
             raise CopyRefusedError(f"{self.target.url()}: save {save_id} was deleted there while it was copied")
         exports.conclude(storage, path, self.manifest.begin)
-        receipts.remove_receipts(storage, path, save_id)
-        storage.remove([st.join(path, entry.name) for entry in storage.list(path) if self._is_leftover(entry.name)])
+        receipts.remove_receipts(storage, path, self.manifest)
+        storage.remove(self._leftovers())
         return decision
 
     def _write_records(self) -> None:
@@ -331,8 +331,15 @@ class Transfer:
             data = commit.get_checked(self.source.storage, self.source.path, entry)
             _place(self.target.storage, self.target.at(entry.path), data)
 
-    def _is_leftover(self, name: str) -> bool:
-        return f".{self.manifest.begin.save_id}." in name and name.endswith(TEMPORARY)
+    def _leftovers(self) -> list[str]:
+        """What copiers that died have left beside data files."""
+        directories = {st.parent(self.target.at(entry.path)) for entry in self.manifest.files_of("data")}
+        return [
+            st.join(directory, entry.name)
+            for directory in sorted(directories)
+            for entry in self.target.storage.list(directory)
+            if f".{self.manifest.begin.save_id}." in entry.name and entry.name.endswith(TEMPORARY)
+        ]
 
 
 def _place(storage: st.Storage, where: str, data: bytes) -> None:

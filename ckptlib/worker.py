@@ -34,6 +34,7 @@ from ckptlib.background import Job, Outcome, Supply, hand_to, run_job, take_in_h
 from ckptlib.beats import Pulse
 from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena
+from ckptlib.uploading import UploadJob, UploadReport, run_upload
 
 log = logging.getLogger("ckptlib")
 
@@ -88,7 +89,7 @@ class Written:
     number: int
 
 
-Report = Written | Consumed | Outcome
+Report = Written | Consumed | Outcome | UploadReport
 """What a worker says."""
 
 
@@ -140,6 +141,38 @@ class _JobSupply:
 
     def next(self, number: int) -> None:
         self.supply.wait(self.number, number)
+
+
+class Uploader:
+    """Uploads one checkpoint after the other, in a thread of its own: no save waits for it.
+
+    Args:
+        report: called with what is said of uploads, in that thread.
+    """
+
+    def __init__(self, report: Callable[[UploadReport], None]) -> None:
+        self._report = report
+        self._jobs: queue.SimpleQueue[UploadJob | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: UploadJob) -> None:
+        """Takes an upload, after those before it."""
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ckptlib-uploads", daemon=True)
+            self._thread.start()
+
+    def close(self, timeout: float | None) -> bool:
+        """Waits until everything that was submitted has ended; False: not within `timeout` seconds, and it goes on."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._report(run_upload(job, self._report))
 
 
 LARGE_MESSAGE = 16 * 2**10
@@ -275,6 +308,10 @@ class WorkerProcess:
             hand_to(job, self.pid)
         self._connection.send(job)
 
+    def upload(self, job: UploadJob) -> None:
+        """Hands an upload over. `OSError` when the worker has ended."""
+        self._connection.send(job)
+
     def staged(self, message: Staged) -> None:
         """Says what has become of a slice of a job. `OSError` when the worker has ended."""
         self._connection.send(message)
@@ -348,6 +385,7 @@ def main(fd: int, nice: int) -> None:
     pulses: dict[int, Pulse] = {}
 
     supply = SliceSupply(lambda message: _tell(connection, message))
+    uploader = Uploader(lambda report: _tell(connection, report))
 
     def read() -> None:
         """Takes messages as they come: a trainer that hands over a save never waits for the one before."""
@@ -359,6 +397,8 @@ def main(fd: int, nice: int) -> None:
                     arenas[message.number] = Arena(message.size, arena_fd)
                 elif isinstance(message, Staged):
                     supply.staged(message)
+                elif isinstance(message, UploadJob):
+                    uploader.submit(message)
                 else:
                     if isinstance(message, Job):
                         pulses[message.number] = take_in_hand(message)
@@ -380,6 +420,7 @@ def main(fd: int, nice: int) -> None:
         written = functools.partial(_tell, connection, Written(job.number))
         outcome = run_job(job, arenas.get(job.arena), written, pulses.pop(job.number), supply.of(job))
         _tell(connection, outcome)
+    uploader.close(None)
 
 
 def _tell(connection: Connection, message: Report) -> None:

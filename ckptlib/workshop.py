@@ -11,6 +11,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from ckptlib.beats import Pulse
 from ckptlib.copying import Copier, Pair, default_threads
 from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena, Pool
-from ckptlib.worker import Consumed, Report, SliceSupply, Staged, WorkerProcess, Written
+from ckptlib.uploading import UploadJob, UploadReport
+from ckptlib.worker import Consumed, Report, SliceSupply, Staged, Uploader, WorkerProcess, Written
 
 log = logging.getLogger("ckptlib")
 
@@ -52,6 +54,22 @@ class Flight:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
+class Upload:
+    """A checkpoint on its way to the durable location.
+
+    Attributes:
+        tries: workers that have had it.
+        reports: what was said of it, oldest first.
+        outcome: the last word; None: it goes on.
+    """
+
+    job: UploadJob
+    tries: int = 1
+    reports: list[UploadReport] = field(default_factory=list)
+    outcome: UploadReport | None = None
+
+
 class Worker(Protocol):
     """Where jobs are done; see `worker.WorkerProcess`."""
 
@@ -60,6 +78,8 @@ class Worker(Protocol):
     def drop_arena(self, number: int) -> None: ...
 
     def submit(self, job: Job) -> None: ...
+
+    def upload(self, job: UploadJob) -> None: ...
 
     def staged(self, message: Staged) -> None: ...
 
@@ -74,6 +94,7 @@ class WorkerThread:
         self._arenas: dict[int, Arena] = {}
         self._jobs: queue.Queue[tuple[Job, Pulse] | None] = queue.Queue()
         self._supply = SliceSupply(receive)
+        self._uploader = Uploader(receive)
         self._thread = threading.Thread(target=self._work, name="ckptlib-writer", daemon=True)
         self._thread.start()
 
@@ -86,13 +107,18 @@ class WorkerThread:
     def submit(self, job: Job) -> None:
         self._jobs.put((job, take_in_hand(job)))
 
+    def upload(self, job: UploadJob) -> None:
+        self._uploader.submit(job)
+
     def staged(self, message: Staged) -> None:
         self._supply.staged(message)
 
     def close(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._jobs.put(None)
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self._uploader.close(left) and not self._thread.is_alive()
 
     def _work(self) -> None:
         while (handed := self._jobs.get()) is not None:
@@ -114,6 +140,7 @@ class Workshop:
         self._arenas = 0
         self._next = 0
         self._flights: list[Flight] = []
+        self._uploads: list[Upload] = []
         self._change = threading.Condition()
         self._worker: Worker | None = None
         self._closed = False
@@ -168,6 +195,20 @@ class Workshop:
             except BaseException:
                 self._forget(flight)
                 raise
+
+    def upload(self, upload: Upload) -> None:
+        """Hands an upload to the worker.
+
+        Raises:
+            OSError: no worker can be started.
+        """
+        with self._change:
+            if self._closed:
+                raise StateError("this Checkpointer is closed")
+            worker = self._start()
+            self._uploads.append(upload)
+            with contextlib.suppress(OSError):  # it has ended just now: another one gets the upload
+                worker.upload(upload.job)
 
     def supply(self, flight: Flight, slice_: int) -> None:
         """Says that a further slice of a save is staged."""
@@ -272,6 +313,9 @@ class Workshop:
         if report is None:
             self._replace_worker()
             return
+        if isinstance(report, UploadReport):
+            self._note(report)
+            return
         with self._change:
             flight = next((flight for flight in self._flights if flight.job.number == report.number), None)
             if flight is None:
@@ -280,6 +324,15 @@ class Workshop:
                 flight.consumed = max(flight.consumed, report.slices)
             else:
                 self._land(flight, report)
+            self._change.notify_all()
+
+    def _note(self, report: UploadReport) -> None:
+        with self._change:
+            for upload in [upload for upload in self._uploads if upload.job.number == report.number]:
+                upload.reports.append(report)
+                if report.is_last:
+                    upload.outcome = report
+                    self._uploads.remove(upload)
             self._change.notify_all()
 
     def _land(self, flight: Flight, report: Written | Outcome) -> None:
@@ -294,6 +347,9 @@ class Workshop:
         with self._change:
             self._worker = None
             lost = [flight for flight in self._flights if self._closed or not self._resubmit(flight)]
+            given_up = [upload for upload in self._uploads if self._closed or not self._upload_again(upload)]
+        for upload in given_up:
+            self._note(UploadReport(upload.job.number, error="its worker process ended; the next attempt uploads it"))
         for flight in lost:
             # Rank 0's worker would wait for our records until its deadline.
             outcome = give_up(flight.job, "its worker process ended, and so did the one that was given its saves")
@@ -311,6 +367,17 @@ class Workshop:
             self._hand_over(flight)
         except Exception:  # whoever waits for the save must hear of its end
             log.exception("no worker process can be started")
+            return False
+        return True
+
+    def _upload_again(self, upload: Upload) -> bool:
+        if upload.tries >= TRIES:
+            return False
+        upload.tries += 1
+        try:
+            self._start().upload(upload.job)
+        except OSError:
+            log.exception("no worker process can be started, or it has ended")
             return False
         return True
 

@@ -305,6 +305,14 @@ def test_w7_a_copy_that_lacks_only_its_decision_is_committed_by_whoever_comes(ru
     cut_short.apply()
 
 
+def test_a_save_whose_decision_was_lost_is_no_copy_that_lacks_one(run: Path) -> None:
+    """A copy has receipts until it is decided; who removes a decision does not make a copy of a save."""
+    path = run / "iter_0000200"
+    (path / ".ckpt" / save_id_of(path) / "decision.json").unlink()
+    (path / "checkpoint.json").unlink()
+    assert restored(run)[0] == 100
+
+
 def test_a_root_of_another_run_or_of_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     for name, message in (("other", "belongs to run 'other'"), ("r", "began by itself")):
         root = tmp_path / name

@@ -1,0 +1,303 @@
+"""What a worker does to make one checkpoint durable: it copies the checkpoint from the first tier (`transfer`).
+
+Every rank's worker sends the files that its rank has written; rank 0's begins the copy, and commits it when all files
+are there. Nothing is sent between ranks: receipts and signs of life at the durable location say how far the others
+are, and what a rank does not send rank 0's worker sends in its place. It needs both storages and nothing of the
+training process, so it goes on when that one dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptlib import beats, commit, receipts, removal, roots, trimming
+from ckptlib import storage as st
+from ckptlib.announcing import Announcer
+from ckptlib.errors import CkptError, CopyRefusedError, IntegrityError, SaveAbortedError
+from ckptlib.manifest import Begin, Decision, FileEntry
+from ckptlib.sending import Pace, Place
+from ckptlib.transfer import Transfer
+
+log = logging.getLogger("ckptlib")
+
+MAX_PAUSE = 5.0
+"""Seconds between two looks for what others have done, at most."""
+
+MAX_RETRY_PAUSE = 60.0
+"""Seconds between two tries, at most."""
+
+_OF_RANK = re.compile(r"__(\d+)_")
+
+
+@dataclass(frozen=True)
+class UploadJob:
+    """One rank's part in an upload, as it is sent to a worker.
+
+    Attributes:
+        number: counts the jobs of a trainer.
+        begin: of the save.
+        rank, world_size: of this job; it may have more or fewer ranks than the one that has saved.
+        url, root, storage_options: its iteration directory on the first tier, the root there.
+        target, target_options, single_writer: the root at the durable location.
+        moves_tracker: rank 0 moves the tracker at the durable location.
+        commit_timeout: seconds for which a commit on the first tier is waited for.
+        keep, limit, give_up_after: see `UploadOptions`.
+        heartbeat: see `background.Job`.
+    """
+
+    number: int
+    begin: Begin
+    rank: int
+    world_size: int
+    url: str
+    root: str
+    storage_options: Mapping[str, Any] | None
+    target: str
+    target_options: Mapping[str, Any] | None
+    single_writer: bool
+    moves_tracker: bool
+    commit_timeout: float
+    keep: int | None
+    limit: float | None
+    give_up_after: float
+    heartbeat: float = beats.HEARTBEAT
+
+
+@dataclass(frozen=True)
+class UploadReport:
+    """What a worker says of an upload.
+
+    Attributes:
+        decision: that of the durable location; None: there is none.
+        error: what went wrong.
+        again_in: seconds after which it is tried again; None: this is the last word.
+        skipped: the first tier does not have the checkpoint: it was not committed, or replaced.
+        sent: bytes that this rank has sent.
+        seconds: since the upload began.
+    """
+
+    number: int
+    decision: Decision | None = None
+    error: str | None = None
+    again_in: float | None = None
+    skipped: bool = False
+    sent: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing more will be said of this upload."""
+        return self.again_in is None
+
+
+def share(files: Sequence[FileEntry], rank: int, world_size: int) -> tuple[FileEntry, ...]:
+    """The data files that a rank sends: those that it has written, if the job has as many ranks as then."""
+    return tuple(entry for entry in files if sender_of(entry, world_size) == rank)
+
+
+def sender_of(entry: FileEntry, world_size: int) -> int:
+    """Who sends a file, by its name; what no name tells of is rank 0's."""
+    match = _OF_RANK.match(st.basename(entry.path))
+    return 0 if match is None else int(match[1]) % world_size
+
+
+def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadReport:
+    """Uploads one rank's part; of rank 0, all that is lacking, and the commit. Never raises.
+
+    Args:
+        tell: called with what went wrong, when it is tried again.
+
+    Returns:
+        The last word.
+    """
+    began = time.monotonic()
+    tries = 0
+    while True:
+        sent: list[FileEntry] = []
+        try:
+            decision = _upload(job, sent)
+            nbytes = sum(entry.size for entry in sent)
+            return UploadReport(job.number, decision, sent=nbytes, seconds=time.monotonic() - began)
+        except Exception as error:  # noqa: BLE001 - told, and tried again
+            if _is_gone(job):
+                return UploadReport(job.number, skipped=True)
+            text = f"{type(error).__name__}: {error}"
+            pause = min(MAX_RETRY_PAUSE, 2.0**tries)
+            tries += 1
+            log.warning("upload of iteration %d, rank %d: %s", job.begin.iteration, job.rank, text)
+            final = isinstance(error, (CopyRefusedError, IntegrityError)) or not isinstance(error, (CkptError, OSError))
+            if final or time.monotonic() - began + pause > job.give_up_after:
+                _tell_others(job, text)
+                return UploadReport(job.number, error=text, seconds=time.monotonic() - began)
+            tell(UploadReport(job.number, error=text, again_in=pause))
+            time.sleep(pause)
+
+
+def _upload(job: UploadJob, sent: list[FileEntry]) -> Decision:
+    storage, path = st.resolve(job.url, job.storage_options)
+    _wait_for_commit(storage, path, job)
+    target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
+    transfer = Transfer.between(Place(storage, path), target, root, job.begin.save_id)
+    mine = share(transfer.manifest.files_of("data"), job.rank, job.world_size)
+    total = sum(entry.size for entry in mine)
+    pulse = beats.Pulse(target, transfer.target.path, job.begin, job.rank, total, job.heartbeat)
+    try:
+        if job.rank == 0:
+            _send_leading(transfer, job, mine, sent, pulse)
+            pulse.stop()
+            decision = transfer.decide()
+        else:
+            decision = _send_following(transfer, job, mine, sent, pulse)
+    finally:
+        pulse.stop()
+    if job.rank == 0:
+        _follow_up(storage, target, root, job)
+    return decision
+
+
+def _wait_for_commit(storage: st.Storage, path: str, job: UploadJob) -> None:
+    """Until the first tier has the checkpoint.
+
+    Raises:
+        SaveAbortedError: it has none, so far.
+    """
+    deadline = time.monotonic() + job.commit_timeout
+    pause = _Pauses()
+    while not commit.read_save(storage, path, job.begin.save_id).committed:
+        if time.monotonic() > deadline:
+            raise SaveAbortedError(f"{storage.url(path)}: not committed within {job.commit_timeout:g} s")
+        if _is_gone(job):
+            raise SaveAbortedError(f"{storage.url(path)}: aborted, or replaced")
+        pause.wait()
+
+
+def _is_gone(job: UploadJob) -> bool:
+    """Whether the first tier will not have the checkpoint any more: aborted, replaced, or removed. It had begun."""
+    try:
+        storage, path = st.resolve(job.url, job.storage_options)
+        save = commit.read_save(storage, path, job.begin.save_id)
+    except Exception:  # noqa: BLE001 - nobody can tell
+        return False
+    if save.tombstoned or (save.decision is not None and save.decision.outcome != "commit"):
+        return True
+    return save.begin is None and save.damage is None
+
+
+def _tell_others(job: UploadJob, reason: str) -> None:
+    """Rank 0 says that it has given up; best effort, those who wait for it have deadlines."""
+    if job.rank != 0:
+        return
+    try:
+        target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
+        path = roots.iteration_path(root, job.begin.iteration, job.begin.kind)
+        commit.publish_failure(target, path, job.begin.save_id, 0, reason)
+    except Exception as error:  # noqa: BLE001 - told where it matters already
+        log.warning("upload of iteration %d: could not tell the others: %s", job.begin.iteration, error)
+
+
+def _send_leading(
+    transfer: Transfer, job: UploadJob, mine: tuple[FileEntry, ...], sent: list[FileEntry], pulse: beats.Pulse
+) -> None:
+    plan = transfer.plan()
+    if plan.committed:
+        return
+    transfer.open(plan)
+    storage = transfer.target.storage
+    storage.remove([st.join(commit.save_dir(transfer.target.path, plan.save_id), commit.failure_name(0))])
+    pace = Pace(job.limit)
+    transfer.send(mine, sent, pace=pace, told=pulse.wrote)
+    _wait_for_others(transfer, job)
+    lacking = receipts.lacking(transfer.target.storage, transfer.target.path, transfer.manifest)
+    if lacking and not _is_decided(transfer):
+        transfer.send(lacking, sent, pace=pace, told=pulse.wrote)
+
+
+def _wait_for_others(transfer: Transfer, job: UploadJob) -> None:
+    """Until every file has been sent, or one of those who have to gives no sign of life."""
+    storage, path = transfer.target.storage, transfer.target.path
+    watch = beats.Watch(beats.FIRST)
+    pause = _Pauses()
+    while True:
+        lacking = receipts.lacking(storage, path, transfer.manifest)
+        ranks = sorted({sender_of(entry, job.world_size) for entry in lacking} - {0})
+        if not ranks or _is_decided(transfer):
+            return
+        seen = beats.read_beats(storage, path, job.begin, ranks)
+        lost = {*watch.lost(ranks, seen, time.monotonic()), *(rank for rank in ranks if _is_dead(seen.get(rank)))}
+        if lost:
+            log.warning(
+                "upload of iteration %d: rank %s gives no sign of life; rank 0 sends what is lacking",
+                job.begin.iteration,
+                ", ".join(map(str, sorted(lost)[:8])),
+            )
+            return
+        pause.wait()
+
+
+def _send_following(
+    transfer: Transfer, job: UploadJob, mine: tuple[FileEntry, ...], sent: list[FileEntry], pulse: beats.Pulse
+) -> Decision:
+    """Sends when rank 0 has begun, and then waits for its decision."""
+    storage, path, save_id = transfer.target.storage, transfer.target.path, job.begin.save_id
+    watch = beats.Watch(beats.START)
+    pause = _Pauses()
+    is_sent = False
+    while True:
+        save = commit.read_save(storage, path, save_id)
+        if save.tombstoned or (save.decision is not None and save.decision.outcome != "commit"):
+            raise CopyRefusedError(f"{transfer.target.url()}: save {save_id} was deleted or aborted there")
+        if save.decision is not None:
+            pulse.stop()
+            storage.remove([st.join(commit.save_dir(path, save_id), commit.beat_name(job.rank))])
+            return save.decision
+        if save.begin is not None and not is_sent:
+            transfer.send(mine, sent, pace=Pace(job.limit), told=pulse.wrote)
+            is_sent = True
+        if storage.stat(st.join(commit.save_dir(path, save_id), commit.failure_name(0))) is not None:
+            raise CopyRefusedError(f"{transfer.target.url()}: rank 0 has given up the upload")
+        if watch.lost([0], beats.read_beats(storage, path, job.begin, [0]), time.monotonic()):
+            raise TimeoutError(
+                f"{transfer.target.url()}: rank 0 has not committed the upload, and gives no sign of life"
+            )
+        pause.wait()
+
+
+def _is_dead(beat: beats.Beat | None) -> bool:
+    return beat is not None and beats.is_dead(beat)
+
+
+def _is_decided(transfer: Transfer) -> bool:
+    target = transfer.target
+    return commit.read_decision(target.storage, target.path, transfer.manifest.begin.save_id) is not None
+
+
+def _follow_up(storage: st.Storage, target: st.Storage, root: str, job: UploadJob) -> None:
+    """What follows a commit at the durable location (W6). Never fails the upload."""
+    begin = job.begin
+    _, first = st.resolve(job.root, job.storage_options)
+    try:
+        if job.moves_tracker and roots.newest_attempt(target, root) > begin.attempt:
+            roots.write_tracker(target, root)
+        else:
+            Announcer(target, root, (), moves_tracker=job.moves_tracker).move_tracker(begin)
+        removal.supersede(target, root, begin)
+        if job.keep is not None:
+            trimming.trim(storage, first, target, root, job.keep)
+    except Exception:
+        log.exception("iteration %d is durable; what follows that could not be done", begin.iteration)
+
+
+class _Pauses:
+    """Short ones first."""
+
+    def __init__(self) -> None:
+        self._next = 0.02
+
+    def wait(self) -> None:
+        time.sleep(self._next)
+        self._next = min(self._next * 1.5, MAX_PAUSE)
