@@ -40,6 +40,7 @@ def verdict_table(report: VerifyReport) -> list[dict[str, Any]]:
         {
             "file": name,
             "verdict": check.verdict,
+            "by": "the store's digest" if check.by_store else "its bytes" if check.sha256 is not None else None,
             "bytes": check.size,
             "sha256": check.sha256,
             "expected": check.expected_sha256,

@@ -44,6 +44,7 @@ def test_table_has_every_file_with_its_verdict_and_the_bad_ones_first(
     assert (table[0]["file"], table[0]["verdict"]) == (bad.name, "digest")
     assert table[0]["expected"] != table[0]["sha256"]
     assert table[0]["origin"] == "writer"
+    assert {line["by"] for line in table} == {"its bytes"}
     assert {line["file"] for line in table} == set(report.files)
     json.dumps(table)
     text = describe(outcome, report)
