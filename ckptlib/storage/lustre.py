@@ -18,8 +18,8 @@ from ckptlib.storage.room import Bound
 
 log = logging.getLogger("ckptlib")
 
-TIMEOUT = 30.0
-"""Seconds for one command: the servers may be busy."""
+TIMEOUT = 10.0
+"""Seconds for one command: the servers may be busy, and all ranks wait."""
 
 MIB, GIB = 2**20, 2**30
 
