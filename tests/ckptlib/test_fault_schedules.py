@@ -45,7 +45,7 @@ class Run:
         failing: what makes it fail.
         large: tensors are of several parts.
         saved: iterations whose save returned; verified: those that were found to be as they were written.
-        told: notices.
+        told: notices; errors: of operations that failed.
     """
 
     url: str
@@ -56,6 +56,7 @@ class Run:
     saved: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)
     told: list[Any] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
 
     def state(self, iteration: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(iteration)
@@ -72,12 +73,13 @@ class Run:
         return f"{self.url}/iter_{iteration:07d}"
 
 
-def attempt(work: Callable[[], Any]) -> Any:
+def attempt(run: Run, work: Callable[[], Any]) -> Any:
     """What it returns; None: it failed with an error of ours, or of the system, as it may."""
     start = time.monotonic()
     try:
         return work()
-    except (CkptError, OSError):
+    except (CkptError, OSError) as error:
+        run.errors.append(error)
         return None
     finally:
         assert time.monotonic() - start < DEADLINE
@@ -88,9 +90,9 @@ def go_through(run: Run) -> None:
         oldest = first.save(run.state(10), iteration=10).save_id
     run.saved.add(10)
     with run.failing(), contextlib.ExitStack() as stack:
-        checkpointer = attempt(lambda: run.open(run.options))
+        checkpointer = attempt(run, lambda: run.open(run.options))
         if checkpointer is not None:
-            stack.callback(lambda: attempt(checkpointer.close))
+            stack.callback(lambda: attempt(run, checkpointer.close))
             for iteration in (20, 30):
                 save(run, checkpointer, iteration)
                 verify(run, iteration)
@@ -104,19 +106,19 @@ def go_through(run: Run) -> None:
 
 
 def save(run: Run, checkpointer: Checkpointer, iteration: int) -> None:
-    if attempt(lambda: checkpointer.save(run.state(iteration), iteration=iteration)) is not None:
+    if attempt(run, lambda: checkpointer.save(run.state(iteration), iteration=iteration)) is not None:
         run.saved.add(iteration)
 
 
 def verify(run: Run, iteration: int) -> None:
-    report = attempt(lambda: ckptlib.verify(run.place(iteration), storage_options=run.options))
+    report = attempt(run, lambda: ckptlib.verify(run.place(iteration), storage_options=run.options))
     if report is not None and report.ok:
         run.verified.add(iteration)
 
 
 def load(run: Run, iteration: int) -> None:
     found = blanked(run.state(iteration))
-    if attempt(lambda: ckptlib.load(found, run.place(iteration), storage_options=run.options)) is not None:
+    if attempt(run, lambda: ckptlib.load(found, run.place(iteration), storage_options=run.options)) is not None:
         assert_same(found, run.state(iteration))
 
 
@@ -129,7 +131,7 @@ def restore(run: Run) -> None:
             return checkpointer.restore(found)
 
     run.told.clear()
-    restored = attempt(work)
+    restored = attempt(run, work)
     if restored is not None:
         assert_same(found, run.state(restored.iteration))
         assert restored.iteration >= max(run.saved) or run.told
@@ -139,11 +141,12 @@ def remove(run: Run, iteration: int, save_id: str) -> None:
     """D2."""
     run.saved.discard(iteration)
     store, path = storage.resolve(run.place(iteration), run.options)
-    attempt(lambda: removal.remove_save(store, path, save_id))
+    attempt(run, lambda: removal.remove_save(store, path, save_id))
 
 
 def judge(run: Run) -> None:
     """When nothing fails any more."""
+    assert [error for error in run.errors if run.url.removeprefix("s3://") not in str(error)] == []
     store, root = storage.resolve(run.url, run.direct)
     found = blanked(run.state(10))
     with run.open(run.direct) as last:
@@ -155,7 +158,8 @@ def judge(run: Run) -> None:
     committed = {save.iteration for save in scanned if save.state == "committed"}
     assert committed >= run.saved | run.verified
     for save in scanned:
-        assert save.state in ("committed", "aborted", "deleted"), save
+        never_begun = save.save is not None and save.save.begin is None
+        assert save.state in ("committed", "aborted", "deleted") or never_begun, save
         if save.state == "committed":
             report = ckptlib.verify(save.url, storage_options=run.direct)
             assert report.ok, report.problems

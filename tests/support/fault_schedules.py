@@ -29,7 +29,7 @@ CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errn
 
 
 def request_faults(seed: int) -> list[Fault]:
-    """One to five, anywhere in a few hundred requests; one in six of them stays."""
+    """One to five, anywhere in a few hundred requests; some of them stay."""
     chance = random.Random(f"requests {seed}")
     faults = []
     for _ in range(chance.randint(1, 5)):
@@ -49,10 +49,10 @@ def request_faults(seed: int) -> list[Fault]:
 
 
 def disk_faults(seed: int) -> list[DiskFault]:
-    """One to five, anywhere in a few hundred calls; one in six of them stays."""
+    """Two to six, anywhere in a few hundred calls; some of them stay."""
     chance = random.Random(f"calls {seed}")
     faults = []
-    for _ in range(chance.randint(1, 5)):
+    for _ in range(chance.randint(2, 6)):
         kind: DiskKind = chance.choice(("error", "error", "error_after", "short", "flip"))
         operation = chance.choice(CALLS)
         if kind == "short":
@@ -60,13 +60,14 @@ def disk_faults(seed: int) -> list[DiskFault]:
         elif kind == "flip":
             operation = "preadv"
         stays = kind == "error" and chance.random() < 0.3
+        of_directories = operation in ("mkdir", "scandir")
         faults.append(
             DiskFault(
                 kind,
                 chance.choice(CODES),
                 operation,
-                key=chance.choice(FILES),
-                skip=chance.choice((0, 0, 1, 2, 5, 10, 20, 50)),
+                key="*" if of_directories else chance.choice(FILES),
+                skip=chance.choice((0, 0, 0, 1, 1, 2, 3, 5, 10, 30)),
                 times=None if stays else chance.choice((1, 1, 1, 2, 3, 8)),
             )
         )
