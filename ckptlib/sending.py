@@ -19,16 +19,15 @@ from dataclasses import dataclass, field, replace
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import FileEntry
+from ckptlib.read_ahead import ReadAhead
 from ckptlib.verify_store import judge
-
-BLOCK_BYTES = 8 * 1024 * 1024
-"""Bytes per read."""
 
 TEMPORARY = ".tmp"
 """How the name of a file ends that is being sent, on a storage that shows it before it is whole."""
 
 THREADS = 4
-"""Files that are sent at a time. Of each there are as many blocks in memory as its stream lets wait."""
+"""Files that are sent at a time. Of each there are in memory the blocks that are read ahead, and those that its stream
+lets wait."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Sender:
 
     Attributes:
         told: called with bytes as they are sent, from several threads.
-        stopped: when set, what is being sent is given up.
     """
 
     source: Place
@@ -87,7 +85,6 @@ class Sender:
     pace: Pace = field(default_factory=Pace)
     threads: int = THREADS
     told: Callable[[int], None] = lambda nbytes: None
-    stopped: threading.Event = field(default_factory=threading.Event)
 
     def deliver_all(
         self,
@@ -104,7 +101,6 @@ class Sender:
 
         Raises:
             IntegrityError: the bytes of a file are not those of the manifest.
-            StoppedError: `stopped` was set.
             OSError: a storage failed.
         """
         order = sorted(entries, key=lambda entry: entry.size, reverse=True)
@@ -112,10 +108,14 @@ class Sender:
 
         def work(entry: FileEntry) -> None:
             if not failed.is_set():
-                there = find(self.target, entry, known.get(entry.path))
-                done(there or self.send(entry, failed), there is None)
+                there = find(self.target, entry, theirs, known.get(entry.path))
+                done(there or self._send(entry, ours, theirs, failed), there is None)
 
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="ckptlib-send") as pool:
+        with (
+            ReadAhead(self.source.storage, self.threads) as ours,
+            ReadAhead(self.target.storage, self.threads) as theirs,
+            ThreadPoolExecutor(self.threads, thread_name_prefix="ckptlib-send") as pool,
+        ):
             futures = [pool.submit(work, entry) for entry in order]
             try:
                 ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -125,39 +125,41 @@ class Sender:
         if errors:
             raise errors[0]
 
-    def send(self, entry: FileEntry, failed: threading.Event | None = None) -> FileEntry:
+    def _send(self, entry: FileEntry, ours: ReadAhead, theirs: ReadAhead, failed: threading.Event) -> FileEntry:
         """Sends one file, in the place of whatever else has its name. Raises as `deliver_all`."""
         storage, name = self.target.storage, self.target.at(entry.path)
         if storage.capabilities.whole_files:
-            return self._send_whole(entry, name, failed)
+            return self._send_whole(entry, name, ours, theirs, failed)
         temporary = f"{name}.{uuid.uuid4().hex}{TEMPORARY}"
         try:
-            sent = self._write(entry, temporary, failed, None)
+            sent = self._write(entry, temporary, ours, failed, None)
             storage.copy(temporary, name)
         finally:
             with contextlib.suppress(OSError):
                 storage.remove([temporary])
         return sent
 
-    def _send_whole(self, entry: FileEntry, name: str, failed: threading.Event | None) -> FileEntry:
+    def _send_whole(
+        self, entry: FileEntry, name: str, ours: ReadAhead, theirs: ReadAhead, failed: threading.Event
+    ) -> FileEntry:
         try:
             if self.target.storage.stat(name) is not None:
                 raise FileExistsError(errno.EEXIST, "file exists", name)
-            return self._write(entry, name, failed, hashlib.sha256())
+            return self._write(entry, name, ours, failed, hashlib.sha256())
         except FileExistsError:
-            there = find(self.target, entry)
+            there = find(self.target, entry, theirs)
             if there is not None:  # another copier was faster: what it has sent may be committed, and must stay
                 return there
             self.target.storage.remove([name])
-            return self._write(entry, name, failed, hashlib.sha256())
+            return self._write(entry, name, ours, failed, hashlib.sha256())
 
     def _write(
-        self, entry: FileEntry, name: str, failed: threading.Event | None, digest: hashlib._Hash | None
+        self, entry: FileEntry, name: str, ours: ReadAhead, failed: threading.Event, digest: hashlib._Hash | None
     ) -> FileEntry:
         """Writes a file; with a digest nothing gets the name that has another one."""
         stream = self.target.storage.open_write(name, size=entry.size)
         try:
-            self._pump(entry, stream, failed, digest)
+            self._pump(entry, stream, ours, failed, digest)
             if digest is not None:
                 self._check(entry, digest.hexdigest())
             written = stream.finish()
@@ -175,36 +177,40 @@ class Sender:
             )
 
     def _pump(
-        self, entry: FileEntry, stream: st.WriteStream, failed: threading.Event | None, digest: hashlib._Hash | None
+        self,
+        entry: FileEntry,
+        stream: st.WriteStream,
+        ours: ReadAhead,
+        failed: threading.Event,
+        digest: hashlib._Hash | None,
     ) -> None:
-        source, name = self.source.storage, self.source.at(entry.path)
-        size = source.stat(name)
+        name = self.source.at(entry.path)
+        size = self.source.storage.stat(name)
         if size != entry.size:
             found = "missing" if size is None else f"{size} bytes"
             raise IntegrityError(f"{self.source.url(entry.path)}: {found}, the manifest says {entry.size} bytes")
-        for start in range(0, entry.size, BLOCK_BYTES):
-            if self.stopped.is_set() or (failed is not None and failed.is_set()):
-                raise StoppedError(f"{self.source.url(entry.path)}: sending was stopped")
-            block = memoryview(bytearray(min(BLOCK_BYTES, entry.size - start)))  # a new one: the stream may keep it
+        for _, block in ours.blocks(name, entry.size):
+            if failed.is_set():
+                raise _StoppedError
             self.pace.spend(len(block))
-            source.read_into(name, [(start, block)])
-            stream.write(block)
+            stream.write(bytes(block))  # the next one is read into its memory, and the stream may keep this one
             if digest is not None:
                 digest.update(block)
             self.told(len(block))
 
 
-class StoppedError(Exception):
-    """Sending was given up: somebody else's error is told, or the caller has asked for it."""
+class _StoppedError(Exception):
+    """Another file could not be sent: its error is the one that is raised."""
 
 
-def find(place: Place, entry: FileEntry, receipt: FileEntry | None = None) -> FileEntry | None:
+def find(place: Place, entry: FileEntry, reads: ReadAhead, receipt: FileEntry | None = None) -> FileEntry | None:
     """A file as a place keeps it, if it is there with the digest of the manifest; else None.
 
     Told by what the store vouches for, where that can be compared; else the file is read. Then nothing is known of
     its parts.
 
     Args:
+        reads: of that place.
         receipt: of the copier that has sent it; None: it left none.
     """
     storage, name = place.storage, place.at(entry.path)
@@ -216,9 +222,6 @@ def find(place: Place, entry: FileEntry, receipt: FileEntry | None = None) -> Fi
     if vouched is not None and judge(vouched, entry.sha256, sent.part_size, sent.part_sha256).outcome == "ok":
         return without_parts if vouched.composite is None else sent
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, entry.size)))
-    for start in range(0, entry.size, BLOCK_BYTES):
-        block = buffer[: min(BLOCK_BYTES, entry.size - start)]
-        storage.read_into(name, [(start, block)])
+    for _, block in reads.blocks(name, entry.size):
         digest.update(block)
     return without_parts if digest.hexdigest() == entry.sha256 else None
