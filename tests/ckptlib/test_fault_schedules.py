@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckptlib
-from ckptlib import Checkpointer, removal, roots, storage
+from ckptlib import AsyncOptions, Checkpointer, removal, roots, storage
 from ckptlib.errors import CkptError
 from tests.support.disk_faults import failing_disk
 from tests.support.fault_proxy import FaultProxy
@@ -44,6 +44,7 @@ class Run:
         options: of the storage while it fails; direct: of the same, later.
         failing: what makes it fail.
         large: tensors are of several parts.
+        background: saves are written beside training; None: they are not.
         saved: iterations whose save returned; verified: those that were found to be as they were written.
         told: notices; errors: of operations that failed.
     """
@@ -53,6 +54,7 @@ class Run:
     direct: dict[str, Any]
     failing: Callable[[], AbstractContextManager[Any]]
     large: bool
+    background: AsyncOptions | None = None
     saved: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)
     told: list[Any] = field(default_factory=list)
@@ -66,7 +68,14 @@ class Run:
 
     def open(self, options: dict[str, Any]) -> Checkpointer:
         return Checkpointer(
-            self.url, run="run", storage_options=options, timeout=20.0, settle_wait=1.0, on_event=self.told.append
+            self.url,
+            run="run",
+            storage_options=options,
+            timeout=20.0,
+            settle_wait=1.0,
+            on_event=self.told.append,
+            io_mode="sync" if self.background is None else "async",
+            background=self.background,
         )
 
     def place(self, iteration: int) -> str:
@@ -87,7 +96,7 @@ def attempt(run: Run, work: Callable[[], Any]) -> Any:
 
 def go_through(run: Run) -> None:
     with run.open(run.direct) as first:
-        oldest = first.save(run.state(10), iteration=10).save_id
+        oldest = first.save(run.state(10), iteration=10).wait().save_id
     run.saved.add(10)
     with run.failing(), contextlib.ExitStack() as stack:
         checkpointer = attempt(run, lambda: run.open(run.options))
@@ -106,7 +115,7 @@ def go_through(run: Run) -> None:
 
 
 def save(run: Run, checkpointer: Checkpointer, iteration: int) -> None:
-    if attempt(run, lambda: checkpointer.save(run.state(iteration), iteration=iteration)) is not None:
+    if attempt(run, lambda: checkpointer.save(run.state(iteration), iteration=iteration).wait(DEADLINE)) is not None:
         run.saved.add(iteration)
 
 
@@ -187,20 +196,21 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
 
 @pytest.mark.parametrize("seed", schedules(FEW_ON_S3))
 def test_on_s3(s3: S3Server, s3_url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Every fourth with files of several parts."""
+    """Every fourth with files of several parts; every fifth in the background, by a thread, which sees the patch."""
     monkeypatch.setattr("ckptlib.storage.s3_client.backoff", lambda attempt, *, busy: 0.0)
     options = {"part_size": 5 << 20, "timeout": 0.5, "attempts": 3}
 
     @contextlib.contextmanager
     def failing() -> Iterator[None]:
-        proxy.faults = [*request_faults(seed)]
+        proxy.faults = request_faults(seed)
         try:
             yield
         finally:
             proxy.faults = []
 
-    through = s3.storage_options(endpoint=proxy.endpoint, **options)
-    go_through(Run(s3_url, through, s3.storage_options(**options), failing, large=seed % 4 == 3))
+    through, direct = s3.storage_options(endpoint=proxy.endpoint, **options), s3.storage_options(**options)
+    background = AsyncOptions(worker="thread") if seed % 5 == 4 else None
+    go_through(Run(s3_url, through, direct, failing, large=seed % 4 == 3, background=background))
 
 
 @pytest.mark.parametrize("seed", schedules(FEW_ON_DISK))
