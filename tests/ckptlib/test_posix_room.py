@@ -7,13 +7,21 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptlib import Checkpointer
 from ckptlib.errors import StorageError
+from ckptlib.integrations.dcp import CkptWriter
+from ckptlib.manifest import SemanticType
+from ckptlib.pieces import LocalPlan
+from ckptlib.plan import CONTAINER_BYTES, make_write_plan
 from ckptlib.storage import PosixStorage, filesystems
 from ckptlib.storage.filesystems import Room
 from ckptlib.storage.room import Bound, first_lack, why_full
+from tests.ckptlib.test_plan import worlds
 from tests.support.filesystems import small_filesystem
 
 counts = st.integers(0, 2**60)
@@ -108,3 +116,45 @@ def test_what_cannot_fit_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(disk / "run" / "iter_1"))
         PosixStorage().prepare(str(disk / "run" / "iter_1"), size=2**19, files=1)
         assert os.listdir(disk) == []
+
+
+@pytest.mark.parametrize("semantic_type", ["GLOBAL", "TORCH_DCP", "LOCAL", "LEGACY"])
+def test_a_save_says_beforehand_about_what_it_will_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, semantic_type: SemanticType
+) -> None:
+    """W2: before anything of it exists; and every time, with a plan that is kept."""
+    said: list[tuple[int, int]] = []
+
+    def noted(self: PosixStorage, path: str, *, size: int, files: int) -> None:
+        assert not os.path.exists(path)
+        said.append((size, files))
+
+    monkeypatch.setattr(PosixStorage, "prepare", noted)
+    state = {"model": {f"w{i}": torch.ones(500_000 + i) for i in range(10)}}
+    job = Checkpointer(str(tmp_path / "run"), run="run", semantic_type=semantic_type)
+    for iteration in (1, 2):
+        result = job.save(state, iteration=iteration)
+        size, files = said.pop()
+        data = sum(path.stat().st_size for path in Path(result.url).glob("__*"))
+        assert 0.99 * data < size < 1.01 * data
+        assert files == result.files == 1
+    assert said == []
+
+
+def test_torchs_own_save_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, int]] = []
+    monkeypatch.setattr(PosixStorage, "prepare", lambda self, path, *, size, files: said.append((size, files)))
+    dcp.save({"w": torch.ones(50_000), "n": 3}, storage_writer=CkptWriter(tmp_path / "a"))
+    assert said == [(200_000, 1)]
+
+
+@given(worlds())
+def test_a_plan_counts_every_byte_and_every_writer_once(world: list[LocalPlan]) -> None:
+    plan = make_write_plan(world)
+    extent = plan.extent([0] * len(world))
+    writers = [rank for rank in range(len(world)) if any(vars(plan.of(rank)).values())]
+    assert extent.files == len(writers)
+    payload = int(plan.nbytes.sum())
+    assert payload <= extent.nbytes <= payload + CONTAINER_BYTES * len(plan.parts)
+    more = plan.extent([7] * len(world))
+    assert (more.nbytes, more.files) == (extent.nbytes + 7 * len(world), len(world))
