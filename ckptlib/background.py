@@ -166,6 +166,7 @@ def _write(storage: st.Storage, path: str, job: Job, arena: Arena | None, pulse:
     if arena is None:
         raise StagingError("its worker process ended, and what was staged for it is not there any more")
     if job.again:
+        storage = storage.resuming()
         unwrite(storage, path, job.begin.save_id, job.rank, job.package)
     tensors: Sequence[TensorLeaf] = tuple(arena.leaf(place) for place in job.slices[0])
     if len(job.slices) > 1:

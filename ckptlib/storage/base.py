@@ -185,6 +185,9 @@ class Storage(Protocol):
         Where a storage may show an old view, it is asked again for a few seconds before the file counts as missing.
         """
 
+    def resuming(self) -> Storage:
+        """The same storage, for whoever writes files again whose writer is known to be dead: what it sent may stand."""
+
     def vouched(self, path: str) -> Vouched | None:
         """What the store itself knows of a file's content, without anybody reading it; None: nothing.
 
@@ -239,6 +242,10 @@ class Defaults:
     def await_size(self: Storage, path: str, size: int) -> int | None:
         """What is seen is what is there."""
         return self.stat(path)
+
+    def resuming(self: Storage) -> Storage:
+        """Nothing of it stands."""
+        return self
 
     def vouched(self, path: str) -> Vouched | None:
         """Nothing."""

@@ -11,14 +11,15 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptlib.errors import ExclusiveCreateError
 from ckptlib.storage import base
-from ckptlib.storage.base import Storage, Written
+from ckptlib.storage.base import Storage, Unfinished, Written
+from ckptlib.storage.s3_parts import composite
 
 Outcome = Literal["ok", "limited", "unsafe", "failed"]
 """limited: something is lost, nothing is at risk; unsafe: checkpoints could be; failed: it could not be tried."""
@@ -79,6 +80,7 @@ class _Bench:
     made: list[str] = field(default_factory=list)
     write_rate: float | None = None
     read_rate: float | None = None
+    written: Written = field(default_factory=lambda: Written(0, ""))
 
     def path(self, *names: str) -> str:
         """A path that is removed at the end."""
@@ -242,8 +244,12 @@ def _stream(bench: _Bench) -> None:
     content = os.urandom(min(bench.size, 1024 * 1024)) * max(1, bench.size // (1024 * 1024))
     started = time.perf_counter()
     written = bench.stream(path, content)
+    bench.written = written
     bench.write_rate = len(content) / (time.perf_counter() - started)
     _expect(written.sha256 == hashlib.sha256(content).hexdigest(), "another digest than that of the bytes")
+    part = bytearray(10)
+    bench.other.read_into(path, [(5, memoryview(part))])
+    _expect(part == content[5:15], "a range of a file is other bytes of it")
     found = bytearray(len(content))
     step = max(1, -(-len(found) // 16))
     view = memoryview(found)
@@ -300,15 +306,31 @@ def _remove(bench: _Bench) -> None:
 
 def _unfinished(bench: _Bench) -> None:
     _expect(bench.store.unfinished(bench.root) == [], "uploads remain that were given up")
+    if bench.store.capabilities.name != "s3":
+        return
+    stream = bench.store.open_write(bench.path("unfinished", "file"))
+    found: Sequence[Unfinished] = []
+    for _ in range(16):  # until there is a whole part of it
+        stream.write(bytes(8 * 1024 * 1024))
+        stream.release()
+        if found := bench.other.unfinished(bench.root):
+            break
+    for upload in found:
+        bench.other.discard(upload)
+    stream.abort()
+    _expect(len(found) == 1, f"{len(found)} of 1 upload is listed: what killed processes leave is not found")
+    _expect(bench.store.unfinished(bench.root) == [], "an upload that was discarded is still there")
 
 
 def _vouch(bench: _Bench) -> None:
-    path = bench.path("vouched")
-    written = bench.stream(path, SMALL)
-    said = bench.store.vouched(path)
-    if said is None:
-        raise LimitedError("no digest of its own that could be relied on: verifying means reading")
-    _expect(said.sha256 == written.sha256, "it keeps another digest than that of the bytes")
+    """Of a small file, and of the one that was written as a stream, perhaps in parts."""
+    small = bench.stream(bench.path("vouched"), SMALL)
+    for path, written in ((bench.path("vouched"), small), (bench.path("data"), bench.written)):
+        said = bench.store.vouched(path)
+        if said is None:
+            raise LimitedError("no digest of its own that could be relied on: verifying means reading")
+        fits = said.sha256 == written.sha256 or said.composite == composite(written.part_sha256)
+        _expect(fits, "it keeps another digest than that of the bytes")
 
 
 _TESTS: tuple[tuple[str, Outcome, Callable[[_Bench], None]], ...] = (

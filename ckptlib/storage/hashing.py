@@ -28,6 +28,7 @@ class StreamHasher:
         self._hash = hashlib.sha256()
         self._queue: queue.Queue[object] = queue.Queue(maxsize=QUEUE_BLOCKS)
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def update(self, data: Buffer) -> None:
         """Appends a buffer."""
@@ -43,10 +44,14 @@ class StreamHasher:
         """Waits until everything that was given is digested."""
         if self._thread is not None:
             self._queue.join()
+        if self._error is not None:
+            raise self._error
 
     def digest(self) -> str:
         """Waits for the thread and returns 64 hex digits."""
         self.close()
+        if self._error is not None:
+            raise self._error
         return self._hash.hexdigest()
 
     def close(self) -> None:
@@ -58,5 +63,10 @@ class StreamHasher:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not _STOP:
-            self._hash.update(item)  # type: ignore[arg-type]
-            self._queue.task_done()
+            try:
+                if self._error is None:
+                    self._hash.update(item)  # type: ignore[arg-type]
+            except BaseException as error:  # noqa: BLE001 - raised where the digest is asked for
+                self._error = error
+            finally:
+                self._queue.task_done()

@@ -7,11 +7,10 @@ seen to honour it (`s3_probe`). S3 lists and reads strictly after writes; nothin
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import errno
 import hashlib
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
@@ -24,7 +23,8 @@ import numpy.typing as npt
 from ckptlib.errors import ExclusiveCreateError
 from ckptlib.storage import base, s3_parts, s3_settings
 from ckptlib.storage.base import Capabilities, Entry, Range, Unfinished, Vouched
-from ckptlib.storage.s3_client import Connection, ask, connect
+from ckptlib.storage.s3_client import Connection, ask, backoff, connect
+from ckptlib.storage.s3_copy import copy_object
 from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, Refusal, code_of, was_repeated
 from ckptlib.storage.s3_options import S3Options
 from ckptlib.storage.s3_probe import Probe
@@ -33,9 +33,6 @@ from ckptlib.storage.s3_upload import S3WriteStream, Target, uploads_below
 
 DELETE_KEYS = 1000
 """Keys per DeleteObjects request."""
-
-COPY_BYTES = 1024 * 1024 * 1024
-"""Larger objects are copied in parts of this size."""
 
 
 class S3Storage(base.Defaults):
@@ -51,6 +48,7 @@ class S3Storage(base.Defaults):
     def __init__(self, options: S3Options | None = None, *, single_writer: bool = False) -> None:
         self.options = options or S3Options()
         self._single_writer = single_writer
+        self._resumes = False
         payer = {"RequestPayer": "requester"} if self.options.requester_pays else {}
         self._read_extras = payer
         self._extras = {**payer, **self.options.s3_additional_kwargs}
@@ -61,11 +59,17 @@ class S3Storage(base.Defaults):
         return connect(self.options)
 
     def open_write(self, path: str, *, size: int | None = None) -> S3WriteStream:
-        """Starts an upload; one that a dead process left under the same name is continued."""
+        """Starts an upload; of `resuming`, continues one that a dead process left under the same name."""
         target = self._target(path)
         if self.stat(path) is not None:
             raise FileExistsError(errno.EEXIST, "object exists", self.url(path))
-        return S3WriteStream(target, size=size)
+        return S3WriteStream(target, size=size, resume=self._resumes)
+
+    def resuming(self) -> S3Storage:
+        """Uploads of the same names are continued: their parts with the same content need not be sent again."""
+        again = copy.copy(self)
+        again._resumes = True
+        return again
 
     def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """One PUT, whose digest the store checks."""
@@ -106,47 +110,8 @@ class S3Storage(base.Defaults):
         return True
 
     def copy(self, source: str, target: str) -> None:
-        """Inside the store; large objects in the parts that they were written in, which keeps their digest the same."""
-        head = self._call(source, "look", "head_object")
-        size: int = head["ContentLength"]
-        place = dict(zip(("Bucket", "Key"), _split(source), strict=True))
-        if size <= COPY_BYTES:
-            self._call(
-                target,
-                "copy",
-                "copy_object",
-                CopySource=place,
-                CopySourceIfMatch=head["ETag"],
-                ChecksumAlgorithm="SHA256",
-            )
-            return
-        first = self._call(source, "look", "head_object", PartNumber=1)
-        part_size = first["ContentLength"] if first.get("PartsCount") else COPY_BYTES
-        upload = self._call(target, "copy", "create_multipart_upload", ChecksumAlgorithm="SHA256")["UploadId"]
-        bounds = s3_parts.bounds(size, part_size, self.options.max_parts)
-
-        def copy_part(part: tuple[int, tuple[int, int]]) -> dict[str, Any]:
-            number, (start, stop) = part
-            answer = self._call(
-                target,
-                f"copy, part {number}",
-                "upload_part_copy",
-                UploadId=upload,
-                PartNumber=number,
-                CopySource=place,
-                CopySourceRange=f"bytes={start}-{stop - 1}",
-                CopySourceIfMatch=head["ETag"],
-            )["CopyPartResult"]
-            digest = answer.get("ChecksumSHA256")
-            return {"PartNumber": number, "ETag": answer["ETag"], **({"ChecksumSHA256": digest} if digest else {})}
-
-        try:
-            parts = list(self.connection.threads.map(copy_part, enumerate(bounds, 1)))
-            self._call(target, "copy", "complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._call(target, "end of a copy", "abort_multipart_upload", UploadId=upload)
-            raise
+        """Inside the store."""
+        copy_object(self._target(source), self._target(target))
 
     def same_content(self, one: str, other: str) -> bool:
         """By the digests that the store keeps of both, where these are of the same kind; else by reading."""
@@ -215,10 +180,7 @@ class S3Storage(base.Defaults):
         said = head.get("ChecksumSHA256")
         if said is None:
             return None
-        try:
-            if not self.probe(base.parent(path)).rejects_wrong_digests():
-                return None
-        except PermissionError:  # who may only read cannot find out whether the store checks
+        if not self.probe(base.parent(path)).rejects_wrong_digests():
             return None
         digest, _, count = said.partition("-")
         sha256 = s3_parts.from_base64(digest)
@@ -255,11 +217,7 @@ class S3Storage(base.Defaults):
 
     def discard(self, unfinished: Unfinished) -> None:
         """Ends an upload and frees its parts."""
-        try:
-            self._call(unfinished.path, "end of the upload", "abort_multipart_upload", UploadId=unfinished.token)
-        except OSError as error:
-            if code_of(error) not in ("NoSuchUpload", "404"):
-                raise
+        self._target(unfinished.path).end(unfinished.token)
 
     def notices(self, path: str) -> Sequence[tuple[str, bool]]:
         """Settings of the bucket that keep, or remove, what others think is gone, or there."""
@@ -368,7 +326,7 @@ class S3Storage(base.Defaults):
             if not busy or attempt == self.options.attempts:
                 return final | busy
             keys = [_split(path)[1] for path in busy]
-            time.sleep(random.uniform(0.5, 1) * min(5.0, 0.1 * 2**attempt))
+            time.sleep(backoff(attempt, busy=True))
         raise AssertionError("attempts are at least one")
 
     def _delete_once(self, bucket: str, keys: Sequence[str]) -> Iterable[dict[str, Any]]:

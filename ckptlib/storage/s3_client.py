@@ -13,18 +13,23 @@ import hashlib
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckptlib.errors import StorageUnavailableError
 from ckptlib.storage.s3_errors import BUSY, InterruptedBodyError, code_of, is_passing, note_repetition, translate
 from ckptlib.storage.s3_options import S3Options
 
 log = logging.getLogger("ckptlib")
+
+MAX_CONNECTIONS = 16
+"""That are kept for other options than the last ones: whoever passes tokens that rotate makes many."""
 
 CONNECT_SECONDS = 20.0
 """For a connection to be made, and for every MiB of a body to be taken."""
@@ -37,18 +42,20 @@ class Connection:
     Attributes:
         facts: answers of probes, by bucket and question (`s3_probe`).
         is_aws: it is Amazon's own: what is documented need not be probed.
+        has_credentials: or needs none.
     """
 
     client: Any
     options: S3Options
     threads: ThreadPoolExecutor
     is_aws: bool
+    has_credentials: bool
     facts: dict[tuple[str, str], bool] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def translate(self, error: Exception, what: str, url: str) -> OSError:
+    def translate(self, error: Exception, what: str, url: str, attempts: int = 1) -> OSError:
         """See `s3_errors.translate`."""
-        return translate(error, what, url, attempts=self.options.attempts, timeout=self.options.timeout)
+        return translate(error, what, url, attempts=attempts, timeout=self.options.timeout)
 
 
 _connections: dict[tuple[Any, ...], Connection] = {}
@@ -71,9 +78,11 @@ def connect(options: S3Options) -> Connection:
         StorageError: boto3 cannot make a client from them (no region, unknown profile, ...).
     """
     with _lock:
-        connection = _connections.get(options.identity)
-        if connection is None:
-            connection = _connections[options.identity] = _connect(options)
+        connection = _connections.pop(options.identity, None) or _connect(options)
+        if connection.has_credentials:  # they may come later, and a client does not look again
+            _connections[options.identity] = connection  # the last one used is the last one to go
+        while len(_connections) > MAX_CONNECTIONS:
+            _connections.pop(next(iter(_connections))).threads.shutdown(wait=False)
         return connection
 
 
@@ -104,7 +113,7 @@ def _connect(options: S3Options) -> Connection:
     if options.anon:
         config = config.merge(Config(signature_version=botocore.UNSIGNED))
     if options.config_kwargs:
-        given = dict(options.config_kwargs)
+        given = {name: value for name, value in options.config_kwargs.items() if name != "retries"}  # see `ask`
         given["s3"] = {**s3, **(given.get("s3") or {})}
         config = config.merge(Config(**given))
     try:
@@ -120,13 +129,24 @@ def _connect(options: S3Options) -> Connection:
     except (BotoCoreError, ValueError, TypeError) as error:
         raise StorageUnavailableError(errno.EINVAL, f"no S3 client can be made from the options: {error}") from error
     client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
-    host = client.meta.endpoint_url.split("://", 1)[-1].split("/", 1)[0].split(":", 1)[0]
     return Connection(
         client=client,
         options=options,
         threads=ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptlib-s3"),
-        is_aws=host.endswith((".amazonaws.com", ".amazonaws.com.cn")),
+        is_aws=is_aws(client.meta.endpoint_url),
+        has_credentials=options.anon or session.get_credentials() is not None,
     )
+
+
+_REGION = r"[a-z]{2}(-[a-z]+)+-\d+"
+_AWS = re.compile(
+    rf"(.+\.)?s3(-fips|-accelerate|-{_REGION})?(\.dualstack)?(\.{_REGION})?(\.vpce)?\.amazonaws\.com(\.cn)?"
+)
+
+
+def is_aws(endpoint_url: str) -> bool:
+    """Whether an endpoint is Amazon S3 itself, and not just a host of Amazon's, behind which anything may run."""
+    return _AWS.fullmatch(urlsplit(endpoint_url).hostname or "") is not None
 
 
 def _add_md5(params: dict[str, Any], **kwargs: Any) -> None:
@@ -156,7 +176,7 @@ def ask(connection: Connection, what: str, url: str, request: Callable[[], Any])
             return request()
         except (ClientError, BotoCoreError, HTTPError, InterruptedBodyError) as error:
             if attempt == attempts or not is_passing(error):
-                failure = connection.translate(error, what, url)
+                failure = connection.translate(error, what, url, attempt)
                 if attempt > 1:
                     note_repetition(failure)
                 raise failure from error

@@ -13,12 +13,18 @@ from ckptlib.errors import StorageError, StorageTimeoutError, StorageUnavailable
 
 MISSING = frozenset({"NoSuchKey", "404", "NotFound", "NoSuchVersion"})
 CHANGED = frozenset({"PreconditionFailed", "412"})
-BUSY = frozenset({"SlowDown", "503", "ServiceUnavailable", "Throttling", "ThrottlingException", "429", "InternalError"})
+BUSY = frozenset(
+    {
+        "SlowDown", "SlowDownRead", "SlowDownWrite", "503", "ServiceUnavailable", "Throttling", "ThrottlingException",
+        "429", "TooManyRequests", "RequestLimitExceeded", "InternalError",
+    }
+)  # fmt: skip
 DAMAGED = frozenset(
     {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 )
 """What arrived is not what was sent."""
 
+_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _PASSING = frozenset({"RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted"})
 
 _EXPIRED = "the credentials have expired; give new ones, or a source that renews them"
@@ -28,7 +34,7 @@ _REGION = "the bucket is in another region or behind another endpoint; check reg
 
 _PERMISSION = {
     "AccessDenied": _DENIED,
-    "403": _DENIED,
+    "403": f"{_DENIED}, and so does a clock that is wrong",
     "Forbidden": _DENIED,
     "AllAccessDisabled": _DENIED,
     "InvalidAccessKeyId": _WRONG,
@@ -60,7 +66,18 @@ _OTHER: dict[str, tuple[type[StorageError], int, str]] = {
     "InsufficientStorage": (StorageError, errno.ENOSPC, "no space"),
     "507": (StorageError, errno.ENOSPC, "no space"),
     "EntityTooLarge": (StorageError, errno.EFBIG, "too large for one request"),
-    **dict.fromkeys(BUSY, (StorageError, errno.EAGAIN, "the store is too busy")),
+    "EntityTooSmall": (StorageError, errno.EINVAL, "parts are too small for this store; raise part_size"),
+    "NoSuchUpload": (
+        StorageError,
+        errno.ECANCELED,
+        "the upload is not there any more: a cleanup, a lifecycle rule or another writer ended it",
+    ),
+    "400": (
+        StorageError,
+        errno.EINVAL,
+        "the store gave no reason; expired credentials and a wrong region are answered so",
+    ),
+    **dict.fromkeys(BUSY, (StorageError, errno.EAGAIN, "the store is too busy, or broke down")),
     **dict.fromkeys(DAMAGED, (StorageError, errno.EIO, "what arrived was not what was sent")),
 }
 
@@ -103,10 +120,17 @@ def is_passing(error: Exception) -> bool:
 
     if isinstance(error, boto.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return code_of(error) in BUSY | DAMAGED | _PASSING or status in (500, 502, 503, 504)
+        return code_of(error) in BUSY | DAMAGED | _PASSING or status in _PASSING_STATUS
     if isinstance(error, boto.SSLError):
-        return False
-    return isinstance(error, boto.HTTPClientError | HTTPError | InterruptedBodyError)
+        return "certificate" not in str(error).lower()  # which is as wrong the next time; a cut handshake is not
+    return isinstance(error, _unreached() | HTTPError | boto.CredentialRetrievalError | InterruptedBodyError)
+
+
+def _unreached() -> Any:
+    """Kinds of errors of connections: that could not be made, and that broke."""
+    from botocore import exceptions as boto
+
+    return boto.HTTPClientError | boto.ConnectionError
 
 
 def note_repetition(error: OSError) -> None:
@@ -124,7 +148,7 @@ def translate(error: Exception, what: str, url: str, *, attempts: int, timeout: 
 
     Args:
         what: was done, for people; to `url`.
-        attempts, timeout: how often it was sent, seconds for each.
+        attempts, timeout: how often it was tried, seconds for each answer.
 
     Returns:
         `FileNotFoundError`, `FileExistsError`, `PermissionError`, `StorageTimeoutError`, `StorageUnavailableError` (no
@@ -145,12 +169,15 @@ def translate(error: Exception, what: str, url: str, *, attempts: int, timeout: 
         return kind(number, f"{subject}: {meaning} ({code}: {_said(error)})")
     if code:
         return StorageError(errno.EIO, f"{subject}: {code}: {_said(error)}")
-    if isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
-        return StorageTimeoutError(errno.ETIMEDOUT, f"{subject}: no answer within {timeout:g} s, {attempts} attempts")
+    tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+    if isinstance(error, boto.ReadTimeoutError):
+        return StorageTimeoutError(errno.ETIMEDOUT, f"{subject}: no answer within {timeout:g} s, {tries}")
+    if isinstance(error, boto.ConnectTimeoutError):
+        return StorageTimeoutError(errno.ETIMEDOUT, f"{subject}: {error}, {tries}")
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
         return PermissionError(errno.EACCES, f"{what}: {error}", url)
-    if isinstance(error, boto.HTTPClientError):
-        return StorageUnavailableError(errno.EHOSTUNREACH, f"{subject}: {error}, {attempts} attempts")
+    if isinstance(error, _unreached()):
+        return StorageUnavailableError(errno.EHOSTUNREACH, f"{subject}: {error}, {tries}")
     return StorageError(errno.EIO, f"{subject}: {error}")
 
 

@@ -40,7 +40,7 @@ class S3Options:
         addressing_style: ``path``, ``virtual`` or ``auto``.
         requester_pays: whoever asks pays.
         s3_additional_kwargs: parameters of every write: ServerSideEncryption, SSEKMSKeyId, StorageClass, ...
-        client_kwargs: of boto3's ``client``; config_kwargs: of botocore's ``Config``.
+        client_kwargs: of boto3's ``client``; config_kwargs: of botocore's ``Config``, but ``retries``: see `attempts`.
         part_size: bytes of a part of an upload, at least.
         max_parts: parts that the store takes per object.
         concurrency: requests in flight, per process.
@@ -100,12 +100,20 @@ class S3Options:
         return parsed
 
     def _check(self) -> None:
+        for url in (self.endpoint_url, self.client_kwargs.get("endpoint_url")):
+            if url and "@" in str(url).split("://", 1)[-1].split("/", 1)[0]:
+                raise ValueError("storage_options: endpoint_url holds a user; give key and secret instead")
         if unknown := self.s3_additional_kwargs.keys() - _EXTRAS:
             raise ValueError(
                 f"storage_options: s3_additional_kwargs has {', '.join(sorted(unknown))}; "
                 f"known are {', '.join(sorted(_EXTRAS))}"
             )
-        for name, least in (("part_size", 1), ("max_parts", 2), ("concurrency", 1), ("attempts", 1)):
+        for name, least in (
+            ("part_size", s3_parts.MIN_PART_BYTES),
+            ("max_parts", 2),
+            ("concurrency", 1),
+            ("attempts", 1),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"storage_options: {name} is {value!r}; expected a whole number, {least} or more")

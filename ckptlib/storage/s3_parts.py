@@ -24,14 +24,14 @@ SEND_BYTES = 1 * MIB
 
 
 def first_part_size(size: int | None, smallest: int = PART_BYTES, max_parts: int = MAX_PARTS) -> int:
-    """Bytes of the first parts of a file of about this size: whole MiB, so that 90 % of the parts suffice.
+    """Bytes of the first parts of a file of about this size: whole MiB, so that 3/4 of the parts suffice.
 
     Args:
         size: bytes; None: not known.
         smallest: never less than this.
         max_parts: that the store takes.
     """
-    needed = -(-(size or 0) // max(1, max_parts * 9 // 10))
+    needed = -(-(size or 0) // max(1, max_parts * 3 // 4))
     return smallest if needed <= smallest else min(MAX_PART_BYTES, -(-needed // MIB) * MIB)
 
 
@@ -82,10 +82,9 @@ class Body(io.RawIOBase):
     time, and each piece costs a system call.
     """
 
-    def __init__(self, buffers: Iterable[memoryview]) -> None:
-        self._pieces = [
-            view[start : start + SEND_BYTES] for view in buffers for start in range(0, len(view), SEND_BYTES)
-        ]
+    def __init__(self, buffers: Iterable[memoryview | bytearray]) -> None:
+        views = [memoryview(buffer) for buffer in buffers]
+        self._pieces = [view[at : at + SEND_BYTES] for view in views for at in range(0, len(view), SEND_BYTES)]
         self._size = sum(map(len, self._pieces))
         self._next = 0
         self._at = 0

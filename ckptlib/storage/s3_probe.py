@@ -7,6 +7,7 @@ writes tiny objects beside what it is asked about, under names of their own, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import uuid
@@ -51,8 +52,17 @@ class Probe:
         return self._answer("If-Match", self._try_if_match)
 
     def rejects_wrong_digests(self) -> bool:
-        """Whether objects and parts with a SHA-256 that does not fit are refused: only then is one it shows its own."""
-        return self._answer("x-amz-checksum-sha256", self._try_digest)
+        """Whether objects and parts with a SHA-256 that does not fit are refused: only then is one it shows its own.
+
+        Whoever may not write cannot find out; then it is not known to.
+        """
+        try:
+            return self._answer("x-amz-checksum-sha256", self._try_digest)
+        except OSError as error:
+            if not isinstance(error, PermissionError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._connection.facts[self._bucket, "x-amz-checksum-sha256"] = False
+            return False
 
     def _answer(self, question: str, try_it: Callable[[str], bool]) -> bool:
         if self._connection.is_aws:
@@ -60,15 +70,19 @@ class Probe:
         with self._connection.lock:
             answer = self._connection.facts.get((self._bucket, question))
             if answer is None:
-                key = f"{self._prefix}.probe-{uuid.uuid4().hex}"
-                try:
-                    answer = try_it(key)
-                finally:
-                    with contextlib.suppress(OSError):
-                        self._ask("delete_object", Key=key)
+                answer = bool(ask(self._connection, "probe", self._url, lambda: self._try(try_it)))
                 self._connection.facts[self._bucket, question] = answer
                 log.info("%s: %s is %s", self._url, question, "honoured" if answer else "NOT honoured")
         return answer
+
+    def _try(self, try_it: Callable[[str], bool]) -> bool:
+        """One try, under a name of its own: what an earlier one left is not mistaken for an answer."""
+        key = f"{self._prefix}.probe-{uuid.uuid4().hex}"
+        try:
+            return try_it(key)
+        finally:
+            with contextlib.suppress(Exception):
+                self._send("delete_object", Key=key)
 
     def _try_if_none_match(self, key: str) -> bool:
         def put() -> Any:
@@ -77,7 +91,7 @@ class Probe:
         return self._refused(put, _CONDITION) is None and self._refused(put, _CONDITION) is True
 
     def _try_if_match(self, key: str) -> bool:
-        etag = self._ask("put_object", Key=key, Body=b"one", **self._extras)["ETag"]
+        etag = self._send("put_object", Key=key, Body=b"one", **self._extras)["ETag"]
         other = '"' + "0" * 32 + '"'
         return (
             self._refused(lambda: self._put(key, b"two", IfMatch=other), _CONDITION) is True
@@ -88,13 +102,13 @@ class Probe:
         wrong = s3_parts.to_base64(hashlib.sha256(b"other").hexdigest())
         if self._refused(lambda: self._put(key, b"one", ChecksumSHA256=wrong), _DIGEST) is not True:
             return False
-        upload = self._ask("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", **self._extras)["UploadId"]
+        upload = self._send("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", **self._extras)["UploadId"]
         part = {"Bucket": self._bucket, "Key": key, "UploadId": upload, "PartNumber": 1, "Body": b"one"}
         client = self._connection.client
         try:
             return self._refused(lambda: client.upload_part(ChecksumSHA256=wrong, **part), _DIGEST) is True
         finally:
-            self._ask("abort_multipart_upload", Key=key, UploadId=upload)
+            self._send("abort_multipart_upload", Key=key, UploadId=upload)
 
     def _refused(self, request: Callable[[], Any], codes: frozenset[str]) -> bool | None:
         """Sends a request once.
@@ -104,33 +118,20 @@ class Probe:
         """
         try:
             request()
-        except Exception as error:  # noqa: BLE001 - of the client; which one it is tells
+        except Exception as error:
             code = code_of(error)
             if code in codes:
                 return True
             if code in _NOT_UNDERSTOOD:
                 return False
-            failed = error
-        else:
-            return None
-
-        def fail() -> None:
-            raise failed
-
-        ask(self._connection, "probe", self._url, fail)
-        return False
+            raise
+        return None
 
     def _put(self, key: str, data: bytes, **conditions: str) -> Any:
-        """A PUT that is not repeated when the store refuses it."""
-        return self._connection.client.put_object(
-            Bucket=self._bucket, Key=key, Body=data, **{**self._extras, **conditions}
-        )
+        return self._send("put_object", Key=key, Body=data, **{**self._extras, **conditions})
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
-        client = self._connection.client
-        return ask(
-            self._connection, "probe", self._url, lambda: getattr(client, method)(Bucket=self._bucket, **arguments)
-        )
+    def _send(self, method: str, **arguments: Any) -> Any:
+        return getattr(self._connection.client, method)(Bucket=self._bucket, **arguments)
 
     @property
     def _url(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptlib.errors import StorageError
 from ckptlib.storage.base import Range
 from ckptlib.storage.s3_errors import InterruptedBodyError
 from ckptlib.storage.s3_upload import Target
@@ -112,6 +114,11 @@ def _stream(target: Target, request: Request) -> None:
             Bucket=target.bucket, Key=target.key, Range=f"bytes={at}-{request.stop - 1}", **target.read_extras
         )
         body = answer["Body"]
+        said = answer.get("ContentRange", "")
+        if not said.startswith(f"bytes {at}-"):
+            body.close()
+            reason = f"asked for bytes from {at} on, got {said or 'all of it'}: this store ignores ranges"
+            raise StorageError(errno.EIO, f"{target.url}: {reason}")
         try:
             for offset, buffer in request.pieces:
                 if offset + len(buffer) <= at:

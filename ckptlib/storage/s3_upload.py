@@ -29,6 +29,10 @@ from ckptlib.storage.s3_parts import Body
 log = logging.getLogger("ckptlib")
 
 
+SMALL_BYTES = 64 * 1024
+"""Pieces up to this size are copied together."""
+
+
 @dataclass(frozen=True)
 class Sent:
     """A part that the store has.
@@ -85,9 +89,25 @@ class Target:
         """Writes the whole object in one request; the store checks the digest (hex)."""
         return self.call("write", "put_object", Body=body, ChecksumSHA256=s3_parts.to_base64(sha256), **conditions)
 
+    def end(self, upload: str) -> None:
+        """Ends an upload and frees its parts; one that is gone is fine.
+
+        Raises:
+            OSError: see `s3_errors.translate`.
+        """
+        try:
+            self.call("end of the upload", "abort_multipart_upload", UploadId=upload)
+        except OSError as error:
+            if code_of(error) not in ("NoSuchUpload", "404"):
+                raise
+
     def left(self) -> str | None:
-        """The newest upload of this object that was neither completed nor ended."""
-        uploads = [upload for upload in uploads_below(self, self.key) if upload["Key"] == self.key]
+        """The newest upload of this object that was neither completed nor ended, where that can be found out."""
+        try:
+            uploads = [upload for upload in uploads_below(self, self.key) if upload["Key"] == self.key]
+        except OSError as error:
+            log.info("%s: cannot look for an earlier upload: %s", self.url, error)
+            return None
         return max(uploads, key=lambda upload: upload["Initiated"])["UploadId"] if uploads else None
 
 
@@ -96,7 +116,19 @@ _WRITES = frozenset({"put_object", "create_multipart_upload", "copy_object"})
 
 
 def uploads_below(target: Target, prefix: str) -> Iterator[dict[str, Any]]:
-    """Uploads of the bucket that were neither completed nor ended, of names that begin so."""
+    """Uploads of the bucket that were neither completed nor ended, of names that begin so.
+
+    MinIO finds by a prefix only the uploads of the one object that is named so; asked for all, it lists all.
+    """
+    found = False
+    for upload in _uploads(target, prefix):
+        found = True
+        yield upload
+    if not found and prefix and not target.connection.is_aws:
+        yield from (upload for upload in _uploads(target, "") if upload["Key"].startswith(prefix))
+
+
+def _uploads(target: Target, prefix: str) -> Iterator[dict[str, Any]]:
     client = target.connection.client
     markers: dict[str, str] | None = {}
     while markers is not None:
@@ -105,7 +137,9 @@ def uploads_below(target: Target, prefix: str) -> Iterator[dict[str, Any]]:
         yield from answer.get("Uploads", ())
         markers = None
         if answer.get("IsTruncated"):
-            markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
+            markers = {"KeyMarker": answer["NextKeyMarker"]}
+            if answer.get("NextUploadIdMarker"):
+                markers["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
 
 class S3WriteStream:
@@ -113,18 +147,20 @@ class S3WriteStream:
 
     Args:
         size: bytes to come, about; None: not known.
+        resume: go on with an upload of this object that another writer left, who is dead.
     """
 
-    def __init__(self, target: Target, *, size: int | None = None) -> None:
+    def __init__(self, target: Target, *, size: int | None = None, resume: bool = False) -> None:
         options = target.connection.options
         self._target = target
         self._max_parts = options.max_parts
         self._part_size = s3_parts.first_part_size(size, options.part_size, options.max_parts)
         self._in_flight = options.concurrency
         self._hasher = StreamHasher()
-        self._held: list[memoryview] = []
+        self._held: list[memoryview | bytearray] = []
         self._held_size = 0
         self._size = 0
+        self._resume = resume
         self._upload: str | None = None
         self._given_up = threading.Event()
         self._present: dict[int, tuple[str, str | None, int]] = {}
@@ -133,7 +169,10 @@ class S3WriteStream:
 
     def write(self, data: Buffer) -> None:
         """Keeps views; a part that is complete is sent, by another thread."""
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
         self._hasher.update(view)
         self._size += len(view)
         while view:
@@ -141,16 +180,25 @@ class S3WriteStream:
             if not room:  # only now is it certain that there is another part
                 self._send()
                 continue
-            self._held.append(view[:room])
-            self._held_size += len(self._held[-1])
+            self._hold(view[:room])
             view = view[room:]
+
+    def _hold(self, view: memoryview) -> None:
+        """Small pieces are copied together: each that is sent by itself costs a system call."""
+        self._held_size += len(view)
+        if len(view) > SMALL_BYTES:
+            self._held.append(view)
+        elif self._held and isinstance(self._held[-1], bytearray):
+            self._held[-1] += view
+        else:
+            self._held.append(bytearray(view))
 
     def release(self) -> None:
         """Waits for the parts in flight; what is not a part yet is copied."""
         while self._waiting:
             self._wait()
         self._hasher.settle()
-        self._held = [memoryview(b"".join(self._held))]
+        self._held = [bytearray(b"".join(self._held))]
 
     def finish(self) -> Written:
         """Sends the rest and completes the upload; then looks at what the store has."""
@@ -175,14 +223,14 @@ class S3WriteStream:
         self._held.clear()
         if self._upload is not None:
             try:
-                self._target.call("end of the upload", "abort_multipart_upload", UploadId=self._upload)
+                self._target.end(self._upload)
             except OSError as error:
                 log.warning("%s: an unfinished upload may remain: %s", self._target.url, error)
 
     def _finish_small(self) -> Written:
         digest = self._hasher.digest()
-        body = Body(self._held)
-        self._target.put(body, digest)
+        # A client asks before it sends a file; not before it sends bytes.
+        self._target.put(b"".join(self._held) if self._size <= SMALL_BYTES else Body(self._held), digest)
         self._check_stored(None)
         return Written(self._size, digest)
 
@@ -202,8 +250,8 @@ class S3WriteStream:
         self._waiting.append(part)
 
     def _begin(self) -> None:
-        """Begins an upload, or goes on with one that a dead process left: names are of one save and one rank."""
-        self._upload = self._target.left()
+        """Begins an upload, or goes on with one."""
+        self._upload = self._target.left() if self._resume else None
         if self._upload is not None:
             self._present = self._list_parts()
         else:

@@ -6,6 +6,8 @@ import gc
 import hashlib
 import logging
 import os
+import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,9 @@ from ckptlib.errors import StorageError
 from ckptlib.storage import Vouched, join, s3_parts
 from ckptlib.storage.s3 import S3Storage
 from ckptlib.storage.s3_client import Connection
+from ckptlib.storage.s3_options import S3Options
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faults import Fault, Kind
 from tests.support.s3_server import S3Server
 
 MIB = 1024 * 1024
@@ -158,11 +163,81 @@ def test_a_second_writer_goes_on_where_a_dead_one_was(place: tuple[S3Storage, st
     first.release()  # three parts are there; it is not known whether the fourth is the last
     content[PART] ^= 1  # the second part is another one
     calls.clear()
-    assert write(store, join(path, "file"), bytes(content)).size == len(content)
+    again = store.resuming()
+    assert isinstance(again, S3Storage)
+    assert write(again, join(path, "file"), bytes(content)).size == len(content)
     assert calls.count("CreateMultipartUpload") == 0
     assert calls.count("UploadPart") == 2
     assert store.get(join(path, "file")) == content
     assert store.unfinished(path) == []
+
+
+def test_writers_of_the_same_file_who_both_live_do_not_touch_each_others_upload(place: tuple[S3Storage, str]) -> None:
+    """Two copies of one save: each completes its own, and what one gives up is its own."""
+    store, path = place
+    content = os.urandom(3 * PART)
+    streams = [store.open_write(join(path, "file")) for _ in range(3)]
+    for stream in streams:
+        stream.write(content)
+        stream.release()
+    streams[0].abort()
+    written = [stream.finish() for stream in streams[1:]]
+    assert written[0] == written[1]
+    assert store.get(join(path, "file")) == content
+    assert store.unfinished(path) == []
+
+
+def test_a_store_that_starts_late_is_waited_for(s3: S3Server) -> None:
+    """A load balancer that restarts refuses connections for a moment."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    store = S3Storage(S3Options.parse(s3.storage_options(endpoint=f"http://127.0.0.1:{port}", attempts=8)))
+    answered = threading.Event()
+
+    def serve() -> None:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                answered.set()
+
+    timer = threading.Timer(0.3, serve)
+    timer.start()
+    try:
+        assert store.stat("bucket/key") is None
+        assert answered.is_set()
+    finally:
+        timer.join()
+
+
+def test_a_store_that_ignores_ranges_is_found_out(s3: S3Server) -> None:
+    """R3: or a part of a tensor would be filled with the beginning of the file."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\nConnection: close\r\n\r\n0123456789")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = S3Storage(S3Options.parse(s3.storage_options(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")))
+        with pytest.raises(StorageError, match="ignores ranges"):
+            store.read_into("bucket/key", [(5, memoryview(bytearray(3)))])
+        thread.join()
+
+
+def test_one_that_fails_once_while_it_is_asked_what_it_honours_is_asked_again(s3: S3Server, s3_url: str) -> None:
+    """W4: all ranks ask when they start, which is when stores throttle."""
+    kinds: tuple[Kind, ...] = ("slow_down", "cut_after")
+    for kind in kinds:
+        with FaultProxy(s3, [Fault(kind, "PutObject")]) as proxy:
+            store, path = open_storage(s3, s3_url, endpoint_url=proxy.endpoint)
+            store.create(join(path, kind), b"x")
+            assert proxy.faults[0].struck == 1
 
 
 def test_files_are_removed_a_thousand_at_a_time(place: tuple[S3Storage, str], calls: list[str]) -> None:
@@ -180,7 +255,7 @@ def test_a_copy_is_made_by_the_store_and_has_the_digest_of_its_source(
     place: tuple[S3Storage, str], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts: as the source was written."""
-    monkeypatch.setattr("ckptlib.storage.s3.COPY_BYTES", 2 * PART)
+    monkeypatch.setattr("ckptlib.storage.s3_copy.COPY_BYTES", 2 * PART)
     store, path = place
     large, small = os.urandom(2 * PART + 1), b"small"
     for name, content in (("large", large), ("small", small)):
