@@ -94,7 +94,10 @@ def train_until(rank: int, url: str, options: dict[str, Any], moment: str) -> No
 
 @pytest.mark.parametrize(
     ("moment", "resumed"),
-    [("second part", 10), ("last shard", 10), pytest.param("decision", 20, marks=pytest.mark.deep)],
+    [
+        ("second part", 10),
+        *(pytest.param(*late, marks=pytest.mark.deep) for late in (("last shard", 10), ("decision", 20))),
+    ],
 )
 def test_t11_a_trainer_that_is_killed_before_its_commit_has_published_nothing(
     s3: S3Server, s3_url: str, moment: str, resumed: int

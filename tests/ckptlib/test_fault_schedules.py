@@ -29,7 +29,7 @@ from tests.support.trees import assert_same, blanked
 DEADLINE = 60.0
 """Seconds for one operation; most take a tenth of one."""
 
-FEW_ON_S3, FEW_ON_DISK, MANY = 2, 6, 100
+FEW_ON_S3, FEW_ON_DISK, MANY = 1, 6, 100
 
 
 def schedules(few: int) -> list[Any]:
