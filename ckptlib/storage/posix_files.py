@@ -31,7 +31,10 @@ def naming(path: str, wanted: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageError) or type(error) is not OSError:
+        if isinstance(error, StorageError):
+            raise
+        if type(error) is not OSError:  # `PermissionError` stays what it is
+            error.filename = error.filename or path
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if error.filename is not None and not full:

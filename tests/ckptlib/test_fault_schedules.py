@@ -155,7 +155,8 @@ def remove(run: Run, iteration: int, save_id: str) -> None:
 
 def judge(run: Run) -> None:
     """When nothing fails any more."""
-    assert [error for error in run.errors if run.url.removeprefix("s3://") not in str(error)] == []
+    nameless = [error for error in run.errors if run.url.removeprefix("s3://") not in str(error)]
+    assert nameless == []
     store, root = storage.resolve(run.url, run.direct)
     found = blanked(run.state(10))
     with run.open(run.direct) as last:
