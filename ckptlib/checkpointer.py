@@ -610,10 +610,10 @@ class Checkpointer:
         if self._uploads is None:
             return True
         ended = self._uploads.wait(max(0.0, until - time.monotonic()))
-        succeeded = self._uploads.settle_ended()
+        self._uploads.settle_ended()
         if not ended:
             self._uploads.tell_unfinished()
-        return ended and succeeded
+        return ended and self._uploads.is_clean
 
     def _all_ended(self, ended: bool, deadline: float) -> bool:
         """Whether it has ended on all ranks, as far as they say so within what is left, or a second."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptlib import removal, resume, roots
+from ckptlib import commit, removal, resume, roots
 from ckptlib import storage as st
 from ckptlib.coordination import Group, PieceGroup, lead
 from ckptlib.errors import IntegrityError, NoResumePointError
@@ -43,6 +43,7 @@ class _Choice:
     choice: resume.ResumeChoice
     verify: str | None = None
     on_first_tier: bool = False
+    by_resolver: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,34 +146,49 @@ class ResumePoints:
     def _choose_or_refuse(self, at: int | None) -> tuple[_Choice | None, NoResumePointError | None]:
         """As `_choose`; where there may be others than the run's own, its refusal is not the last word."""
         chosen, refused = None, None
+        by_resolver = False
         try:
             chosen = self._choose(at)
+            by_resolver = chosen is not None and chosen.by_resolver
         except NoResumePointError as error:
             if self.local is None and self.first is None:
                 raise
             refused = error
+            by_resolver = self.resolver is not None
         if self.first is not None:
-            near = self._choose_near(self.first, at, None if chosen is None else chosen.choice)
+            near = self._choose_near(self.first, at, None if chosen is None else chosen.choice, by_resolver)
             if near is not None:
                 return near, None
         if refused is not None and self.local is None:
             raise refused
         return chosen, refused
 
-    def _choose_near(self, first: Tier, at: int | None, durable: resume.ResumeChoice | None) -> _Choice | None:
-        """The newest on the first tier that is intact, if it is at least as new as the durable one."""
-        least = (
-            (-1, -1, "") if durable is None else (*roots.order_of(durable.save_id, durable.iteration), durable.save_id)
-        )
+    def _choose_near(
+        self, first: Tier, at: int | None, durable: resume.ResumeChoice | None, by_resolver: bool
+    ) -> _Choice | None:
+        """The newest on the first tier that is intact, if it is at least as new as the durable one.
+
+        Args:
+            by_resolver: whoever has chosen knows of all that is durable, and why not to take a newer one of these.
+        """
+        least = (-1, -1, "")
+        if durable is not None:
+            least = (*roots.order_of(durable.save_id, durable.iteration), durable.save_id or "")
         usable = roots.usable(roots.scan(first.storage, first.root), at)
         for found in sorted(usable, key=lambda found: found.order, reverse=True):
-            if found.order < (least[0], least[1], least[2] or ""):
+            if found.order < least:
                 break
+            if by_resolver and found.order[2] != least[2] and self._is_durable(found):
+                continue
             damage = resume.damage_of(found, first.options)
             if damage is None:
                 return _Choice(resume.choice_of(found, "newest on the first tier; verified now"), on_first_tier=True)
             emit(self.on_event, Notice("resume_candidate_rejected", f"{found.url}: {damage}"))
         return None
+
+    def _is_durable(self, found: roots.Found) -> bool:
+        path = st.join(self.root, found.name)
+        return found.save is not None and commit.read_save(self.storage, path, found.save.save_id).committed
 
     def _choose(self, at: int | None) -> _Choice | None:
         """The run's resume point."""
@@ -188,7 +204,7 @@ class ResumePoints:
             emit(self.on_event, Notice("resolver_failed", f"{type(error).__name__}: {error}; asking storage"))
             choice = None
         if choice is not None:
-            return _Choice(choice)
+            return _Choice(choice, by_resolver=True)
         level = "data" if getattr(self.resolver, "require", None) == "data" else "auto"
         verified = resume.newest_verifying(self.storage, self.root, at, self.on_event, self.storage_options, level)
         return None if verified is None else _Choice(verified)

@@ -57,6 +57,7 @@ class Uploads:
         self._wait_for = wait_for
         self._on_event = on_event
         self._uploads: list[Upload] = []
+        self._given_up: set[str] = set()
         self._newest = -1
 
     def submit(self, begin: Begin) -> None:
@@ -101,19 +102,18 @@ class Uploads:
         """Waits until nothing is in flight; False: not within `timeout` seconds."""
         return self._wait_for(lambda: not self.in_flight(), timeout)
 
-    def settle_ended(self) -> bool:
-        """Tells of what has become of uploads since the last call.
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing that was told of has been given up."""
+        return not self._given_up
 
-        Returns:
-            Whether none of them has failed for good.
-        """
-        succeeded = True
+    def settle_ended(self) -> None:
+        """Tells of what has become of uploads since the last call."""
         for upload in list(self._uploads):
             while upload.reports:
-                succeeded &= self._tell(upload.job.begin, upload.reports.pop(0))
+                self._tell(upload.job.begin, upload.reports.pop(0))
             if upload.outcome is not None and not upload.reports:
                 self._uploads.remove(upload)
-        return succeeded
 
     def tell_unfinished(self) -> None:
         """Tells of what is not durable when the job ends."""
@@ -124,16 +124,17 @@ class Uploads:
             )
             emit(self._on_event, Notice("upload_unfinished", text, {"iteration": begin.iteration}))
 
-    def _tell(self, begin: Begin, report: UploadReport) -> bool:
-        """Whether it is no final failure."""
+    def _tell(self, begin: Begin, report: UploadReport) -> None:
         what = {"iteration": begin.iteration, "save_id": begin.save_id}
         if report.error is not None:
             then = "given up" if report.again_in is None else f"tried again in {report.again_in:g} s"
             text = f"iteration {begin.iteration} to {self._durable.url}, {then}: {report.error}"
             emit(self._on_event, Notice("upload_failed", text, {**what, "again_in": report.again_in}))
-            return report.again_in is not None
+            if report.is_last:
+                self._given_up.add(begin.save_id)
+            return
         if report.decision is None or self._rank != 0:
-            return True
+            return
         text = f"iteration {begin.iteration} is durable at {self._durable.url} after {report.seconds:.1f} s"
         emit(self._on_event, Notice("uploaded", text, {**what, "bytes": report.sent, "seconds": report.seconds}))
         path = roots.iteration_path(self._durable.root, begin.iteration, begin.kind)
@@ -144,4 +145,3 @@ class Uploads:
                     self._opened.durable, self._opened.attempt, begin.run, begin.topology, begin.parent
                 )
             self._announcer.tell_of_commit(event)
-        return True

@@ -218,6 +218,8 @@ def test_an_upload_is_given_up_in_the_end_and_told(tiers: Tiers, tmp_path: Path)
         tiers.durable.touch()
         checkpointer.save(state(1), iteration=1)
         assert not checkpointer.drain(60)
+        checkpointer.poll()
+        assert not checkpointer.drain(60)  # still not durable, although it has been told
     assert [notice.data["again_in"] for notice in told.named("upload_failed")] == [None]
 
 
@@ -382,21 +384,42 @@ def test_the_durable_location_is_read_where_it_is_newer(tiers: Tiers) -> None:
         assert restored(checkpointer) == (2, 2.0, str(tiers.durable / "iter_0000002"))
 
 
-def test_r2_a_resolver_speaks_of_the_durable_location(tiers: Tiers) -> None:
-    asked = []
+class Resolver:
+    """Always chooses one iteration at the root that it is asked of; None: refuses."""
 
-    class Resolver:
-        def resolve(self, *, run: str, root_url: str, at: int | None) -> ResumeChoice | None:
-            asked.append(root_url)
-            return ResumeChoice(f"{root_url}/iter_0000001", 1, None, "verified")
+    def __init__(self, iteration: int | None) -> None:
+        self.iteration = iteration
+        self.asked: list[str] = []
 
+    def resolve(self, *, run: str, root_url: str, at: int | None) -> ResumeChoice | None:
+        self.asked.append(root_url)
+        if self.iteration is None:
+            raise NoResumePointError("none is eligible")
+        path = Path(root_url, roots.iteration_name(self.iteration))
+        (save_id,) = [entry.name for entry in (path / ".ckpt").iterdir()]
+        return ResumeChoice(str(path), self.iteration, save_id, "verified")
+
+
+def test_r2_a_resolver_chooses_among_what_is_durable(tiers: Tiers) -> None:
+    """What it knows of and did not choose is not taken from the first tier; what it cannot know is."""
     with tiers.open() as checkpointer:
-        checkpointer.save(state(1), iteration=1)
+        for iteration in (1, 2):
+            checkpointer.save(state(iteration), iteration=iteration)
         assert checkpointer.drain(60)
+    resolver = Resolver(1)
+    with tiers.open(resolver=resolver, kinds=()) as checkpointer:
+        assert resolver.asked == []
+        assert restored(checkpointer) == (1, 1.0, str(tiers.first / "iter_0000001"))
+        assert resolver.asked == [str(tiers.durable)]
+    with tiers.open(resolver=Resolver(None), kinds=()) as checkpointer:
+        with pytest.raises(NoResumePointError, match="none is eligible"):
+            restored(checkpointer)
+        checkpointer.save(state(3), iteration=3)
+    with tiers.open(resolver=resolver, kinds=()) as checkpointer:
+        assert restored(checkpointer) == (3, 3.0, str(tiers.first / "iter_0000003"))
     shutil.rmtree(tiers.first)
-    with tiers.open(resolver=Resolver()) as checkpointer:
-        assert restored(checkpointer)[2] == str(tiers.durable / "iter_0000001")
-    assert asked == [str(tiers.durable)]
+    with tiers.open(resolver=resolver) as checkpointer:
+        assert restored(checkpointer) == (1, 1.0, str(tiers.durable / "iter_0000001"))
 
 
 # --- room on the first tier -------------------------------------------------------------------------------------------
