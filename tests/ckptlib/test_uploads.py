@@ -530,6 +530,7 @@ def _save_without_upload(rank: int, tiers: Tiers) -> None:
         checkpointer.save(_sharded(rank), iteration=4)
 
 
+@pytest.mark.deep
 def test_all_ranks_hear_that_rank_0_has_given_up(tiers: Tiers) -> None:
     run_ranks(2, _save_without_upload, tiers)
     for data in (tiers.first / "iter_0000004").glob("__0_*"):
