@@ -56,7 +56,7 @@ def test_p28_a_file_of_any_size_that_s3_takes_fits_into_ten_thousand_parts(size:
     assert min(parts[:-1]) >= s3_parts.MIN_PART_BYTES
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_p28_a_store_that_takes_ten_parts_gets_no_eleventh(s3: S3Server, s3_url: str, known: bool) -> None:
     content = os.urandom(PART) * 12 + b"end"
     with FaultProxy(s3) as proxy:

@@ -122,8 +122,7 @@ def test_a_token_that_expires_during_a_save_fails_it_and_the_next_one_succeeds(
 
 
 @pytest.mark.parametrize(
-    ("name", "slashes"),
-    [("a b", "//"), ("ünïcode/№", "/"), ("#hash?query%20", ""), ("a+b&c='\"d", ""), ("x" * 200, "")],
+    ("name", "slashes"), [("a b/ünïcode №", "//"), ("#hash?query%20", "/"), ("a+b&c='\"" + "x" * 150, "")]
 )
 def test_a_run_may_have_any_name(s3: S3Server, shared_bucket: str, s3_url: str, name: str, slashes: str) -> None:
     """With one slash at the end, or too many anywhere."""
