@@ -13,7 +13,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -285,8 +286,7 @@ def scan(storage: st.Storage, root: str) -> RootScan:
     """What is below a root. Reads records only, no data. Damaged records are reported, not raised."""
     found: list[Found] = []
     unmanaged: list[str] = []
-    for name, place in list_root(storage, root):
-        here = [] if place is None else scan_directory(storage, st.join(root, name), name, *place)
+    for name, here in _scan_directories(storage, root, list(list_root(storage, root))):
         if here:
             found.extend(here)
         else:
@@ -297,14 +297,32 @@ def scan(storage: st.Storage, root: str) -> RootScan:
 
 def scan_non_persistent(storage: st.Storage, root: str) -> list[Found]:
     """What `scan` finds in ``non_persistent/``."""
-    found: list[Found] = []
-    for name, place in _list_non_persistent(storage, root):
-        if place is not None:
-            found.extend(scan_directory(storage, st.join(root, name), name, *place))
-    return found
+    places = list(_list_non_persistent(storage, root))
+    return [found for _, here in _scan_directories(storage, root, places) for found in here]
 
 
-def list_root(storage: st.Storage, root: str) -> Iterator[tuple[str, tuple[int, Kind] | None]]:
+Place = tuple[int, Kind]
+"""Iteration and kind, by the name of a directory."""
+
+
+def _scan_directories(
+    storage: st.Storage, root: str, places: Sequence[tuple[str, Place | None]]
+) -> Iterator[tuple[str, list[Found]]]:
+    """What is in each; several at once where every look is a request, of which a long run needs tens of thousands."""
+
+    def look(place: tuple[str, Place | None]) -> list[Found]:
+        name, is_iteration = place
+        return [] if is_iteration is None else scan_directory(storage, st.join(root, name), name, *is_iteration)
+
+    names = [name for name, _ in places]
+    if storage.capabilities.reads_at_once <= 2:
+        yield from zip(names, map(look, places), strict=True)
+        return
+    with ThreadPoolExecutor(2 * storage.capabilities.reads_at_once, thread_name_prefix="ckptlib-scan") as pool:
+        yield from zip(names, pool.map(look, places), strict=True)
+
+
+def list_root(storage: st.Storage, root: str) -> Iterator[tuple[str, Place | None]]:
     """What is below a root by name; with iteration and kind where it is the name of an iteration directory."""
     for entry in storage.list(root):
         if entry.name in (commit.CONTROL, TRACKER):
@@ -315,13 +333,13 @@ def list_root(storage: st.Storage, root: str) -> Iterator[tuple[str, tuple[int, 
             yield entry.name, _place_of(entry, "persistent")
 
 
-def _list_non_persistent(storage: st.Storage, root: str) -> Iterator[tuple[str, tuple[int, Kind] | None]]:
+def _list_non_persistent(storage: st.Storage, root: str) -> Iterator[tuple[str, Place | None]]:
     for entry in storage.list(st.join(root, NON_PERSISTENT)):
         if entry.name != TRACKER:
             yield f"{NON_PERSISTENT}/{entry.name}", _place_of(entry, "non_persistent_global")
 
 
-def _place_of(entry: st.Entry, kind: Kind) -> tuple[int, Kind] | None:
+def _place_of(entry: st.Entry, kind: Kind) -> Place | None:
     match = _ITERATION.fullmatch(entry.name) if entry.is_dir else None
     if match is not None:
         return int(match.group(1)), kind
