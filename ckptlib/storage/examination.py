@@ -293,6 +293,28 @@ def _names(bench: _Bench) -> None:
     _expect("a b" in found and "#?%" in found, f"names are listed as others: {found}")
 
 
+def _list_beside_writers(bench: _Bench) -> None:
+    stays = [str(i) for i in range(20)]
+    for name in stays:
+        bench.store.put(bench.path("listed", name), b"", durable=False)
+    comes, directory = bench.path("listed", "comes and goes"), base.join(bench.root, "listed")
+
+    def write() -> None:
+        for _ in range(20):
+            bench.store.put(comes, SMALL, durable=False)
+            bench.store.remove([comes])
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while True:
+            last = writing.done()
+            found = {entry.name for entry in bench.other.list(directory)}
+            _expect(found.issuperset(stays), f"{len(found.intersection(stays))} of {len(stays)} files are listed")
+            if last:
+                break
+        writing.result()
+
+
 def _remove(bench: _Bench) -> None:
     paths = [bench.path("many", str(i)) for i in range(50)]
     for path in paths:
@@ -343,6 +365,7 @@ _TESTS: tuple[tuple[str, Outcome, Callable[[_Bench], None]], ...] = (
     ("a stream that is given up leaves no file", "unsafe", _abort),
     ("a file is copied", "unsafe", _copy),
     ("names mean what they say", "limited", _names),
+    ("a listing has all that stays while others write and remove", "unsafe", _list_beside_writers),
     ("files are removed in bulk, each with its own result", "unsafe", _remove),
     ("unfinished uploads can be listed, and there are none", "limited", _unfinished),
     ("the store keeps SHA-256 digests that it checked", "limited", _vouch),

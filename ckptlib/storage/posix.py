@@ -123,14 +123,7 @@ class PosixStorage(base.Defaults):
         filesystems.refresh(path)
         try:
             with os.scandir(path) as entries:
-                found = [
-                    Entry(
-                        entry.name,
-                        entry.is_dir(follow_symlinks=False),
-                        0 if entry.is_dir(follow_symlinks=False) else entry.stat(follow_symlinks=False).st_size,
-                    )
-                    for entry in entries
-                ]
+                found = [entry for entry in map(_entry, entries) if entry is not None]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(found, key=lambda entry: entry.name)
@@ -183,6 +176,16 @@ class PosixStorage(base.Defaults):
 
 def _may_be_stale(error: OSError) -> bool:
     return is_suspect(error) or isinstance(error, ShortFileError)
+
+
+def _entry(found: os.DirEntry[str]) -> Entry | None:
+    """None: it went while the directory was read, as temporary files do all the time; the others are still there."""
+    if found.is_dir(follow_symlinks=False):
+        return Entry(found.name, True, 0)
+    try:
+        return Entry(found.name, False, found.stat(follow_symlinks=False).st_size)
+    except FileNotFoundError:
+        return None
 
 
 def _remove(path: str) -> None:

@@ -323,6 +323,29 @@ def test_list_shows_one_level_sorted_by_name(place: Place) -> None:
     assert place.store.list(place("dir2")) == [Entry("deep", True, 0)]
 
 
+def test_a_listing_has_what_stays_while_others_write_and_remove_beside_it(place: Place) -> None:
+    """Who misses a record of a rank aborts a checkpoint that is whole; who misses all of them resumes from nothing."""
+    stays = [f"rank_{i:02}" for i in range(40)]
+    for name in stays:
+        place.store.put(place(name), b"x")
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            place.store.put(place("beat"), b"x", durable=False)
+            place.store.create(place("record"), b"x")
+            place.store.remove([place("record")])
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        try:
+            for _ in range(30):
+                assert [name for name in names(place.store, place.root) if name.startswith("rank_")] == stays
+        finally:
+            over.set()
+        writer.result(60)
+
+
 def test_a_file_has_a_size_and_no_entries_and_a_directory_the_other_way_round(place: Place) -> None:
     place.store.put(place("dir", "file"), b"12345")
     assert place.store.stat(place("dir", "file")) == 5
