@@ -3,7 +3,9 @@
 fsspec filesystems differ in what a half-written file becomes: several publish it, also when an exception or the garbage
 collector closes it. So nothing is streamed into a final name: a stream collects its blocks, in memory and then in a
 temporary file of this host, and is uploaded in one call, whose result is looked at. Exclusive creation is promised only
-where it was checked: `memory://`, within one process. Errors of other libraries become `StorageError`.
+where it was checked: `memory://`, within one process. Some (sftp, ftp, smb, hdfs) write to the final name itself, so
+sizes are looked at and what was cut off is removed; a reader may still see it before that. Errors of other libraries
+become `StorageError`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ckptlib.errors import ExclusiveCreateError, StorageError
+from ckptlib.errors import ExclusiveCreateError, StorageError, StorageTimeoutError
 from ckptlib.storage import base
 from ckptlib.storage.base import Buffer, Capabilities, Entry, Range, Written
 from ckptlib.storage.hashing import StreamHasher
 
 SPOOL_BYTES = 64 * 1024 * 1024
 """A stream that grows beyond this goes to a temporary file."""
+
+_KEPT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+"""Errors that say by their class what happened: filesystems raise them without an error number."""
 
 _create_lock = threading.Lock()
 """memory:// is a dictionary of this process; this lock makes check-and-set on it one step."""
@@ -51,10 +56,12 @@ class FsspecStorage(base.Defaults):
         return FsspecWriteStream(self, path)
 
     def put(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        """One upload."""
+        """One upload; its size is looked at, unless it need not be durable."""
         self._make_parent(path)
         with self.asking("write", path):
             self.fs.pipe_file(path, data)
+        if durable and (stored := self.stat(path)) != len(data):
+            self._refuse_cut(path, data, stored)
 
     def create(self, path: str, data: bytes) -> None:
         """Exclusive on memory://; elsewhere only with `single_writer`."""
@@ -66,7 +73,13 @@ class FsspecStorage(base.Defaults):
         with _create_lock:
             if self.stat(path) is not None:
                 raise FileExistsError(errno.EEXIST, "file exists", path)
-            self.put(path, data)
+            try:
+                self.put(path, data)
+            except Exception:
+                with contextlib.suppress(OSError):  # the name was free: half a file must not take it
+                    if (stored := self.stat(path)) is not None:
+                        self._refuse_cut(path, data, stored)
+                raise
 
     def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
         """One step within this process; across processes only as good as `single_writer`."""
@@ -162,18 +175,36 @@ class FsspecStorage(base.Defaults):
         """Errors of a filesystem's own libraries, which are of many kinds, become `StorageError`; all name the file."""
         try:
             yield
-        except OSError as error:
-            if error.errno is not None and error.filename is None and not isinstance(error, StorageError):
-                error.filename = self.url(path)
+        except (StorageError, *_KEPT) as error:
+            self._name(error, path)
             raise
+        except TimeoutError as error:
+            said = f": {error}" if str(error) else ""
+            raise StorageTimeoutError(errno.ETIMEDOUT, f"{self.url(path)}: {what}: no answer in time{said}") from error
         except Exception as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                self._name(error, path)
+                raise
             raise StorageError(errno.EIO, f"{self.url(path)}: {what}: {type(error).__name__}: {error}") from error
+
+    def _name(self, error: OSError, path: str) -> None:
+        if error.errno is not None and error.filename is None and not isinstance(error, StorageError):
+            error.filename = self.url(path)
 
     def upload(self, path: str, file: str) -> None:
         """One upload of a file of this host."""
         self._make_parent(path)
         with self.asking("upload", path):
             self.fs.put_file(file, path)
+
+    def _refuse_cut(self, path: str, data: bytes, stored: int | None) -> None:
+        """Removes a file that lost its end. Other content is another writer's, who came later."""
+        if stored is not None:
+            if stored >= len(data) or self.get(path) != data[:stored]:
+                return
+            with contextlib.suppress(OSError):
+                self.remove([path])
+        raise StorageError(errno.EIO, f"{self.url(path)}: wrote {len(data)} bytes, store has {_count(stored)}")
 
     def _make_parent(self, path: str) -> None:
         with self.asking("making of a directory", base.parent(path)):
@@ -197,8 +228,6 @@ class FsspecWriteStream:
         self._data += data
         self._size += memoryview(data).nbytes
         if len(self._data) > SPOOL_BYTES:
-            if self._spool is None:  # in TMPDIR; it goes when it is closed, or dropped
-                self._spool = tempfile.NamedTemporaryFile(prefix="ckptlib-", buffering=0)  # noqa: SIM115
             self._write_spool()
 
     def release(self) -> None:
@@ -209,17 +238,14 @@ class FsspecWriteStream:
         """Uploads; checks the size that the store reports."""
         digest = self._hasher.digest()
         try:
-            if self._spool is None:
-                self._storage.put(self._path, bytes(self._data))
-            else:
-                self._write_spool()
-                self._storage.upload(self._path, self._spool.name)
+            self._publish()
+        except Exception:
+            with contextlib.suppress(OSError):  # the name was free: half a file must not stay under it
+                if self._storage.stat(self._path) not in (None, self._size):
+                    self._storage.remove([self._path])
+            raise
         finally:
             self._drop()
-        stored = self._storage.stat(self._path)
-        if stored != self._size:
-            where = self._storage.url(self._path)
-            raise StorageError(errno.EIO, f"{where}: wrote {self._size} bytes, store has {stored}")
         return Written(self._size, digest)
 
     def abort(self) -> None:
@@ -227,13 +253,38 @@ class FsspecWriteStream:
         self._hasher.close()
         self._drop()
 
+    def _publish(self) -> None:
+        if self._spool is None:
+            self._storage.put(self._path, bytes(self._data), durable=False)  # its size is looked at below
+        else:
+            self._write_spool()
+            self._storage.upload(self._path, self._spool.name)
+        stored = self._storage.stat(self._path)
+        if stored != self._size:
+            where = self._storage.url(self._path)
+            raise StorageError(errno.EIO, f"{where}: wrote {self._size} bytes, store has {_count(stored)}")
+
     def _write_spool(self) -> None:
         view = memoryview(self._data)
-        while view:
-            view = view[self._spool.write(view) :]
+        try:
+            if self._spool is None:  # in TMPDIR; it goes when it is closed, or dropped
+                self._spool = tempfile.NamedTemporaryFile(prefix="ckptlib-", buffering=0)  # noqa: SIM115
+            while view:
+                view = view[self._spool.write(view) :]
+        except OSError as error:
+            where, place = self._storage.url(self._path), self._spool.name if self._spool else "a temporary file"
+            raise StorageError(
+                error.errno or errno.EIO,
+                f"{where}: its first {self._size} bytes cannot be kept in {place} of this host, where they wait for "
+                f"the upload: {error.strerror or error}. Point TMPDIR to a directory with room for the whole file.",
+            ) from error
         self._data = bytearray()
 
     def _drop(self) -> None:
         self._data = bytearray()
         if self._spool is not None:
             self._spool.close()
+
+
+def _count(stored: int | None) -> str:
+    return "no such file" if stored is None else str(stored)

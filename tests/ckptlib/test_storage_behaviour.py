@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -15,15 +16,17 @@ from typing import Any, ClassVar
 import fsspec
 import numpy as np
 import pytest
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from ckptlib import storage
-from ckptlib.errors import ExclusiveCreateError, StorageError
+from ckptlib.errors import ExclusiveCreateError, StorageError, StorageTimeoutError
 from ckptlib.storage import Buffer, Entry, FsspecStorage, PosixStorage, Storage, base, fsspec_store, join
 from tests.ckptlib.support.recording import RecordingStorage
+from tests.support.filesystems import small_filesystem
 from tests.support.s3_server import S3Server
 
 MIB = 1024 * 1024
@@ -560,6 +563,7 @@ class Caching(MemoryFileSystem):  # type: ignore[misc]
     cachable = False
     store: ClassVar[dict[str, Any]] = {}
     truncates = False
+    breaks = False
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
         if path not in self.dircache:
@@ -572,13 +576,18 @@ class Caching(MemoryFileSystem):  # type: ignore[misc]
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
         super().pipe_file(path, value[:-1] if self.truncates else value, **kwargs)
+        if self.breaks:
+            raise RuntimeError("connection lost")
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
 
 
 @pytest.fixture
 def caching() -> Iterator[type[Caching]]:
     yield Caching
     Caching.store.clear()
-    Caching.truncates = False
+    Caching.truncates = Caching.breaks = False
 
 
 def test_a_listing_is_never_an_old_one(caching: type[Caching]) -> None:
@@ -629,9 +638,84 @@ def test_errors_of_other_libraries_name_the_file(caching: type[Caching], monkeyp
             work()
 
 
-def test_an_upload_that_lost_its_end_is_an_error(caching: type[Caching]) -> None:
+def test_errors_without_a_number_name_the_file_and_what_happened(
+    caching: type[Caching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fsspec's own timeout is one. Those whose class says what happened keep it."""
+
+    def fail(error: OSError) -> None:
+        def cat_file(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(caching, "cat_file", cat_file)
+
+    store = FsspecStorage(caching())
+    fail(FSTimeoutError())
+    with pytest.raises(StorageTimeoutError, match=r"/run/a: read: no answer in time$") as caught:
+        store.get("/run/a")
+    assert caught.value.errno == errno.ETIMEDOUT
+    fail(ConnectionError("the server hung up"))
+    with pytest.raises(StorageError, match=r"/run/a: read: ConnectionError: the server hung up"):
+        store.get("/run/a")
+    for kept in (FileNotFoundError("/run/a"), PermissionError("/run/a")):
+        fail(kept)
+        with pytest.raises(type(kept)) as caught:
+            store.get("/run/a")
+        assert caught.value is kept
+
+
+def test_a_full_temporary_directory_names_the_file_and_the_place(
+    caching: type[Caching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_store, "SPOOL_BYTES", MIB // 4)
+    with small_filesystem(tmp_path / "small", size="1m") as full:
+        monkeypatch.setattr(tempfile, "tempdir", str(full))
+        stream = FsspecStorage(caching()).open_write("/run/data")
+        with pytest.raises(StorageError, match=rf"/run/data: .*{full}/ckptlib-.*No space left.*TMPDIR") as caught:
+            stream.write(bytes(2 * MIB))
+        assert caught.value.errno == errno.ENOSPC
+        stream.abort()
+        assert list(full.iterdir()) == []
+
+
+@pytest.mark.parametrize("spool", [MIB, 4], ids=["from memory", "from a file"])
+def test_an_upload_that_lost_its_end_is_an_error_and_leaves_no_file(
+    caching: type[Caching], monkeypatch: pytest.MonkeyPatch, spool: int
+) -> None:
+    monkeypatch.setattr(fsspec_store, "SPOOL_BYTES", spool)
     caching.truncates = True
-    stream = FsspecStorage(caching()).open_write("/run/data")
+    store = FsspecStorage(caching())
+    stream = store.open_write("/run/data")
     stream.write(b"0123456789")
-    with pytest.raises(StorageError, match="wrote 10 bytes, store has 9"):
+    with pytest.raises(StorageError, match="/run/data: wrote 10 bytes, store has 9"):
         stream.finish()
+    assert store.stat("/run/data") is None
+
+
+@pytest.mark.parametrize("method", ["put", "create", "swap"])
+@pytest.mark.parametrize("told", [False, True], ids=["in silence", "with an error"])
+def test_half_a_small_file_does_not_keep_its_name(caching: type[Caching], method: str, told: bool) -> None:
+    """sftp, ftp, smb and hdfs open the final name. Of a `put` that failed openly the older file may be what is left."""
+    store = FsspecStorage(caching(), single_writer=True)
+    caching.truncates, caching.breaks = True, told
+    work = {
+        "put": lambda: store.put("/run/tracker", b"iter 12"),
+        "create": lambda: store.create("/run/tracker", b"iter 12"),
+        "swap": lambda: store.swap("/run/tracker", None, b"iter 12"),
+    }[method]
+    with pytest.raises(StorageError, match=r"/run/tracker: .*(wrote 7 bytes, store has 6|connection lost)"):
+        work()
+    if method == "create" or not told:
+        assert store.stat("/run/tracker") is None
+
+
+def test_what_another_writer_put_in_the_meantime_stays(caching: type[Caching], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, pipe_file = FsspecStorage(caching()), caching.pipe_file
+
+    def overtaken(self: Caching, path: str, value: bytes, **kwargs: Any) -> None:
+        pipe_file(self, path, value)
+        pipe_file(self, path, b"other")
+
+    monkeypatch.setattr(caching, "pipe_file", overtaken)
+    store.put("/run/tracker", b"iter 12")
+    assert store.get("/run/tracker") == b"other"
