@@ -113,7 +113,7 @@ class _Here:
         if not self._is_here(row):
             storage, path = st.resolve(row.url, self.storage_options)
         if not row.save_id.startswith(FOREIGN_PREFIX):
-            return commit.read_save(storage, path, row.save_id).committed
+            return commit.read_recorded_save(storage, path, row.save_id).committed
         return formats.is_foreign_complete(storage, path, row.format)[0]
 
     def newer_unknown(self, row: CheckpointRow, known: set[str]) -> roots.Found | None:

@@ -149,6 +149,15 @@ def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool 
     return SaveState(save_id, begin, decision, bool(tombstoned), damage)
 
 
+def read_recorded_save(storage: st.Storage, path: str, save_id: str) -> SaveState:
+    """`read_save` of one that somebody recorded as committed: where its decision is not seen, it is waited for."""
+    save = read_save(storage, path, save_id)
+    if save.decision is None and save.damage is None and not save.tombstoned and save_id in save_ids(storage, path):
+        storage.await_size(st.join(save_dir(path, save_id), DECISION), 1)
+        return read_save(storage, path, save_id)
+    return save
+
+
 def read_decision(storage: st.Storage, path: str, save_id: str) -> Decision | None:
     """The decision of a save, or None.
 
@@ -209,7 +218,7 @@ def read_manifest_bytes(storage: st.Storage, path: str, save: SaveState) -> byte
     where = manifest_url(storage, path, save.save_id)
     if not save.committed or save.decision is None:
         raise UncommittedError(f"{storage.url(path)}: save {save.save_id} was never committed")
-    data = _get_recorded(storage, st.join(save_dir(path, save.save_id), MANIFEST), 1)
+    data = get_recorded(storage, st.join(save_dir(path, save.save_id), MANIFEST), 1)
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     digest = hashlib.sha256(data).hexdigest()
@@ -508,7 +517,7 @@ def _create_or_read(storage: st.Storage, where: str, data: bytes) -> bytes:
 def get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
     """A small file of a committed save, compared with the manifest's digest."""
     where = storage.url(st.join(path, entry.path))
-    data = _get_recorded(storage, st.join(path, entry.path), entry.size)
+    data = get_recorded(storage, st.join(path, entry.path), entry.size)
     if data is None:
         raise IntegrityError(f"{where}: missing, although the save was committed")
     if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -516,7 +525,7 @@ def get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
     return data
 
 
-def _get_recorded(storage: st.Storage, where: str, size: int) -> bytes | None:
+def get_recorded(storage: st.Storage, where: str, size: int) -> bytes | None:
     """A small file that a record says is there; see `Storage.await_size`."""
     data = get_or_none(storage, where)
     if (data is None or len(data) < size) and (storage.await_size(where, size) or 0) >= size:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from isal import isal_zlib
 
+from ckptlib import commit, verify_store
 from ckptlib import storage as st
-from ckptlib import verify_store
 from ckptlib.read_ahead import BLOCK_BYTES, ReadAhead
 
 Verdict = Literal["ok", "missing", "extra", "size", "digest", "unreadable", "unverifiable"]
@@ -110,14 +110,18 @@ def cut_off(data: bytes, ending: bytes) -> bool:
     return bool(ending) and (len(tail) < len(ending) or sum(a != b for a, b in zip(tail, ending, strict=True)) > 1)
 
 
-def read_small(storage: st.Storage, path: str, name: str) -> bytes | FileCheck:
-    """Content of a small file, or the verdict that it cannot be had."""
+def read_small(storage: st.Storage, path: str, name: str, *, recorded: bool = True) -> bytes | FileCheck:
+    """Content of a small file, or the verdict that it cannot be had.
+
+    Args:
+        recorded: something says that it is there: where it is not seen, it is waited for (`Storage.await_size`).
+    """
+    where = st.join(path, name)
     try:
-        return storage.get(st.join(path, name))
-    except (FileNotFoundError, NotADirectoryError):
-        return FileCheck("missing", detail="the file is not there")
+        data = commit.get_recorded(storage, where, 1) if recorded else commit.get_or_none(storage, where)
     except OSError as error:
         return FileCheck("unreadable", detail=describe(error))
+    return FileCheck("missing", detail="the file is not there") if data is None else data
 
 
 def damaged(data: bytes, ending: bytes, detail: str, origin: Origin | None = None) -> FileCheck:
@@ -190,6 +194,7 @@ class FileChecker:
         self._stopped = threading.Event()
         self._total = 0
         self._by_store = False
+        self._in_vain = 0
         self.bytes_read = 0
 
     @property
@@ -283,12 +288,22 @@ class FileChecker:
     def _size(self, name: str, want: Expected) -> FileCheck | int:
         """Size of a file, or the verdict that its size alone gives."""
         try:
-            size = self._storage.stat(st.join(self._path, name))
+            size = self._look(st.join(self._path, name), want.at_least if want.size is None else want.size)
         except OSError as error:
             return FileCheck("unreadable", None, None, want.sha256, want.origin, describe(error))
         if size is None:
             return _missing(want)
         return _fitting(size, want)
+
+    def _look(self, file: str, least: int) -> int | None:
+        """The size of a recorded file; old views are waited out, unless so many waits were in vain that all is gone."""
+        if self._in_vain >= LOOKS:
+            return self._storage.stat(file)
+        size = self._storage.await_size(file, least)
+        if size is None or size < least:
+            with self._lock:
+                self._in_vain += 1
+        return size
 
     def _read(self, ahead: ReadAhead, name: str, size: int, want: Expected) -> FileCheck:
         try:

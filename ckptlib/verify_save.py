@@ -130,7 +130,7 @@ def _was_committed(storage: st.Storage, path: str, save_id: str) -> bool:
         return storage.stat(st.join(commit.save_dir(path, save_id), commit.MANIFEST)) is not None
     if decision is not None:
         return decision.outcome == "commit"
-    shown = read_small(storage, path, exported.CHECKPOINT)
+    shown = read_small(storage, path, exported.CHECKPOINT, recorded=False)
     try:
         return not isinstance(shown, FileCheck) and Manifest.decode(shown, "").begin.save_id == save_id
     except IntegrityError:
@@ -165,7 +165,7 @@ def _check_manifest(
     name = f"{commit.CONTROL}/{save_id}/{commit.MANIFEST}"
     own = read_small(storage, path, name)
     trusted, manifest = b"", None
-    for data in (own, read_small(storage, path, exported.CHECKPOINT)):
+    for data in (own, read_small(storage, path, exported.CHECKPOINT, recorded=False)):
         if isinstance(data, FileCheck):
             continue
         digest = hashlib.sha256(data).hexdigest()
@@ -224,7 +224,7 @@ def _expected(entry: FileEntry) -> Expected:
 def _entries(storage: st.Storage, path: str, manifest: Manifest, found: Findings) -> Sequence[FileEntry]:
     """The files of the save with the part digests that hold here; verdict on the record of them, if there is one."""
     name = f"{commit.CONTROL}/{manifest.begin.save_id}/{receipts.PARTS}"
-    data = read_small(storage, path, name)
+    data = read_small(storage, path, name, recorded=False)
     if isinstance(data, FileCheck):
         if data.verdict != "missing":
             found.checks[name] = data

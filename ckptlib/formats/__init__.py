@@ -100,7 +100,7 @@ def is_foreign_complete(
         index = torch_dist.read_index(storage, path) if index is None else index
         ends = torch_dist.file_ends(index)
         for name, end in ends.items():
-            size = storage.stat(st.join(path, name))
+            size = storage.await_size(st.join(path, name), end)
             if size is None or size < end:
                 return False, f"{name} {'is missing' if size is None else f'has {size} bytes'}, {end} bytes are needed"
         if format == "torch_dist":

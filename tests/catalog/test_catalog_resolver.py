@@ -10,9 +10,11 @@ import pytest
 
 from catalog import Catalog, Recorder, ResumeResolver
 from catalog.verification import verify_leased
+from ckptlib.commit import DECISION
 from ckptlib.errors import NoCatalogError, NoResumePointError
 from ckptlib.events import Notice
 from tests.catalog.training import Training, flip_a_byte
+from tests.support.old_view import OldView
 
 
 @pytest.fixture
@@ -85,6 +87,19 @@ def test_a_checkpoint_that_is_gone_from_storage_is_passed_over(
     assert choice is not None
     assert choice.iteration == 100
     assert "iteration 200, is missing" in choice.reason
+
+
+def test_a_checkpoint_whose_decision_is_not_seen_yet_is_waited_for(
+    catalog: Catalog, catalog_url: str, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R2: the catalog recorded it; a client of a network filesystem may show what was there before."""
+    training.attempt(100, 200, listeners=[Recorder(catalog_url)])
+    verify_all(catalog)
+    old = OldView(monkeypatch, DECISION, 3, None)
+    resolver = ResumeResolver(catalog_url, storage_options={"posix": {"stale_wait": 30}})
+    choice = resolver.resolve(run="run", root_url=str(training.root), at=None)
+    assert choice is not None
+    assert (choice.iteration, old.left) == (200, 0)
 
 
 def test_what_is_newer_on_storage_and_unknown_is_pointed_out(

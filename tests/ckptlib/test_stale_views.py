@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptlib
+from ckptlib import commit, formats
 from ckptlib.errors import CkptError
-from ckptlib.storage import PosixOptions, PosixStorage, filesystems, stale
+from ckptlib.storage import PosixOptions, PosixStorage, filesystems, resolve, stale
 from ckptlib.storage.stale import Views
+from ckptlib.verify_files import LOOKS, Expected, FileChecker
+from tests.support.old_view import OldView
 
 
 class Time:
@@ -76,49 +79,6 @@ def test_asking_the_server_changes_nothing_and_never_fails(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["file"]
 
 
-class OldView:
-    """The first looks at every file below a directory see what was there before: nothing, or less."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, suffix: str, times: int, size: int | None) -> None:
-        self.left = times
-        self._suffix = suffix
-        self._size = size
-        for name in ("stat", "open", "preadv"):
-            monkeypatch.setattr(os, name, getattr(self, f"_{name}")(getattr(os, name)))
-
-    def _shows_it(self, path: Any) -> bool:
-        if str(path).endswith(self._suffix) and self.left > 0:
-            self.left -= 1
-            return True
-        return False
-
-    def _stat(self, stat: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
-        def look(path: Any, *args: Any, **options: Any) -> os.stat_result:
-            if not self._shows_it(path):
-                return stat(path, *args, **options)
-            if self._size is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return os.stat_result([*stat(path)[:6], self._size, 0, 0, 0])
-
-        return look
-
-    def _open(self, open_: Callable[..., int]) -> Callable[..., int]:
-        def look(path: Any, flags: int, *args: Any, **options: Any) -> int:
-            if flags & os.O_ACCMODE == os.O_RDONLY and self._size is None and self._shows_it(path):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return open_(path, flags, *args, **options)
-
-        return look
-
-    def _preadv(self, preadv: Callable[..., int]) -> Callable[..., int]:
-        def look(fd: int, buffers: Any, offset: int) -> int:
-            if self._size is not None and self._shows_it(os.readlink(f"/proc/self/fd/{fd}")):
-                return 0  # the end of the file, as far as is seen
-            return preadv(fd, buffers, offset)
-
-        return look
-
-
 NFS = {"posix": {"stale_wait": 30}}
 
 
@@ -143,6 +103,49 @@ def test_a_load_waits_for_the_files_that_the_manifest_names(
     ckptlib.load(state, str(tmp_path / "a"), storage_options=NFS)
     assert old.left == 0
     assert state["w"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(".distcp", None), (".distcp", 10), (commit.DECISION, None), (commit.MANIFEST, None)]
+)
+def test_a_verification_calls_nothing_corrupt_that_is_only_not_seen_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int | None
+) -> None:
+    """V2: by size alone, and by its bytes."""
+    at = str(tmp_path / "a")
+    save_id = ckptlib.save({"w": torch.ones(1000)}, at, iteration=1).save_id
+    for level in ("listing", "data"):
+        with monkeypatch.context() as patch:
+            old = OldView(patch, name, 5, size)
+            assert ckptlib.verify(at, level=level, save_id=save_id, storage_options=NFS).problems == ()
+            assert old.left == 0
+
+
+def test_a_verification_waits_for_a_file_and_not_for_each_of_very_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+
+    class Waiting(PosixStorage):
+        def await_size(self, path: str, size: int) -> int | None:
+            waited.append(path)
+            return self.stat(path)
+
+    checker = FileChecker(Waiting(), str(tmp_path), level="listing")
+    checks = checker.check({str(number): Expected(size=1) for number in range(500)})
+    assert {check.verdict for check in checks.values()} == {"missing"}
+    assert LOOKS <= len(waited) < 2 * LOOKS
+
+
+def test_a_foreign_checkpoint_is_not_incomplete_because_its_data_is_not_seen_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: torch's metadata says how long each file is."""
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    storage, path = resolve(str(tmp_path / "a"), NFS)
+    old = OldView(monkeypatch, ".distcp", 3, 10)
+    assert formats.is_foreign_complete(storage, path, "torch_dcp") == (True, "")
+    assert old.left == 0
 
 
 @pytest.mark.parametrize("size", [None, 10])
