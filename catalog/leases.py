@@ -20,7 +20,7 @@ from catalog.changes import NO_LEASE, add_event, change
 from catalog.models import Checkpoint, File, Run, Verification
 from catalog.recording import refresh_branches, require, require_locked
 from catalog.rows import CheckpointRow, VerifyLease
-from catalog.states import GRANTS, Verdict
+from catalog.states import GRANTS, Verdict, grants
 from ckptlib.errors import CatalogError, LeaseHeldError, StaleWriteError
 
 Outcome = Literal["ok", "corrupt", "unreadable", "unverifiable", "incomplete"]
@@ -189,6 +189,7 @@ def _lease(connection: Connection, checkpoint_id: int, owner: str, token: str, e
         root_id=row.root_id,
         format=row.format,
         manifest_sha256=row.manifest_sha256,
+        verdict=row.verdict,
         owner=owner,
         token=token,
         expires_at=expires_at,
@@ -256,8 +257,8 @@ def finish(
 ) -> CheckpointRow:
     """Records a verification, and the verdict that follows from it, if the lease is still held (S1).
 
-    ``ok`` at a granting level verifies, ``corrupt`` condemns this copy (V4), ``unverifiable`` says so where nothing was
-    known; anything else keeps the verdict, and what was unreadable waits longer each time (V2).
+    ``ok`` at a level that `grants` it verifies, ``corrupt`` condemns this copy (V4), ``unverifiable`` says so where
+    nothing was known; anything else keeps the verdict, and what was unreadable waits longer each time (V2).
 
     Raises:
         LeaseHeldError, StaleWriteError: as `renew`. Nothing was written.
@@ -293,8 +294,7 @@ def _verdict(row: CheckpointRow, findings: Findings) -> Verdict:
     """The verdict after these findings."""
     if findings.outcome == "corrupt":
         return "corrupt"
-    # A suspect copy failed a resume although its bytes were right: reading them once more proves nothing.
-    if findings.outcome == "ok" and findings.level in GRANTS and row.verdict != "suspect":
+    if findings.outcome == "ok" and grants(findings.level, row.verdict):
         return "verified"
     if findings.outcome == "unverifiable" and row.verdict == "unverified":
         return "unverifiable"

@@ -212,7 +212,7 @@ class VerifyLease:
     """The right to verify one checkpoint until `expires_at`; `token` proves it.
 
     Attributes:
-        version: of the row when the lease was taken.
+        verdict, version: of the row when the lease was taken.
         size: bytes of all files.
         manifest_sha256, files: what to compare with (V1).
     """
@@ -226,6 +226,7 @@ class VerifyLease:
     root_id: str | None
     format: str
     manifest_sha256: str
+    verdict: Verdict
     owner: str
     token: str
     expires_at: datetime

@@ -84,6 +84,20 @@ def transition(state: State, *, lifecycle: Lifecycle | None = None, verdict: Ver
     return new
 
 
+def grants(level: str, verdict: Verdict) -> bool:
+    """Whether a verification at this level that finds all well makes a checkpoint with this verdict *verified*.
+
+    A corrupt copy has to be read: the digests that a store keeps are of what it was given, not of what it has now (V3).
+    A suspect one failed a resume although its bytes were right: that they still are proves nothing.
+    """
+    return level == "data" if verdict == "corrupt" else level in GRANTS and verdict != "suspect"
+
+
+def level_for(level: str, verdict: Verdict) -> str:
+    """The level at which a checkpoint with this verdict is verified: ``auto`` reads all of a corrupt one."""
+    return "data" if (level, verdict) == ("auto", "corrupt") else level
+
+
 def _refusal(fact: str, old: str, new: str, moves: frozenset[Lifecycle] | frozenset[Verdict]) -> str:
     """Says what was asked and what would have been possible."""
     possible = ", ".join(sorted(moves)) or "nothing: it is final"

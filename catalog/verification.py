@@ -16,6 +16,7 @@ from catalog.catalog import Catalog
 from catalog.entries import FOREIGN_PREFIX
 from catalog.leases import backoff
 from catalog.rows import VerifyLease
+from catalog.states import level_for
 from ckptlib import roots
 from ckptlib import storage as st
 from ckptlib.errors import (
@@ -50,7 +51,8 @@ def verify_leased(
     """Verifies a checkpoint and records the verdict. The lease is renewed while there is progress.
 
     Args:
-        level: how deep to look; ``data``, ``store`` and ``auto`` can grant the verdict *verified*.
+        level: how deep to look; ``data``, ``store`` and ``auto`` can grant the verdict *verified*, to a corrupt one
+            only ``data``: ``auto`` reads all of it.
         threads: files that are read at the same time.
         progress: called with (bytes done, bytes in all), from any thread.
         ttl: seconds for which the lease is renewed.
@@ -67,6 +69,9 @@ def verify_leased(
     """
     keeper = _Keeper(catalog, lease, ttl, progress)
     foreign = lease.save_id.startswith(FOREIGN_PREFIX)
+    asked, level = level, level_for(level, lease.verdict)
+    if level != asked:
+        log.info("%s: is corrupt: all of it is read, whatever the store says of it", lease.name)
     try:
         _require_root(lease)
         report = verify(

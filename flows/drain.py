@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from catalog.catalog import Catalog, default_actor
 from catalog.rows import VerifyLease
-from catalog.states import GRANTS
+from catalog.states import Verdict, grants
 from catalog.verification import verify_leased
 from ckptlib.errors import LeaseHeldError, StaleWriteError, StorageError
 from ckptlib.verification import Batches, VerifyReport
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 Result = Literal["verified", "corrupt", "unreadable", "unverifiable", "checked", "lost", "failed"]
 """`unverifiable`: the store has no word on all files, and they were not to be read. `checked`: no defect, at a level
-that grants nothing (V3). `lost`: somebody else took the lease over, the verdict is theirs. `failed`: an error of ours;
-nothing is known about the bytes."""
+that grants nothing (V3), or less than it needs. `lost`: somebody else took the lease over, the verdict is theirs.
+`failed`: an error of ours; nothing is known about the bytes."""
 
 _POLL = 1.0
 """Seconds between two looks at an empty queue while lingering."""
@@ -154,7 +154,7 @@ def verify_one(
         log.exception("%s (%s): verification failed", lease.name, lease.save_id)
         result, detail = "failed", f"{type(error).__name__}: {error}"
     else:
-        result, detail = judge(report)
+        result, detail = judge(report, lease.verdict)
         log.log(
             logging.ERROR if result == "corrupt" else logging.INFO,
             "%s (%s): %s%s",
@@ -176,10 +176,14 @@ def verify_one(
     return outcome
 
 
-def judge(report: VerifyReport) -> tuple[Result, str]:
-    """What a report comes to, and why unless all is well; the same rule by which the catalog gives its verdict."""
+def judge(report: VerifyReport, verdict: Verdict) -> tuple[Result, str]:
+    """What a report comes to, and why unless all is well; the same rule by which the catalog gives its verdict.
+
+    Args:
+        verdict: the one before.
+    """
     if report.ok:
-        return ("verified" if report.level in GRANTS else "checked"), ""
+        return ("verified" if grants(report.level, verdict) else "checked"), ""
     result: Result = "failed"
     if report.corrupt:
         result = "corrupt"

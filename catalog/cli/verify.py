@@ -137,8 +137,11 @@ def _verify_waiting(
 
 
 def _verify_leased(cli: Cli, catalog: Catalog, lease: VerifyLease, options: Options) -> Checked:
+    from catalog.states import level_for
     from catalog.verification import verify_leased
 
+    if level_for(options.level, lease.verdict) != options.level:
+        cli.output.note(f"{lease.name} is corrupt: all of it is read, whatever the store says of it")
     with cli.output.progress(lease.name) as advance:
         report = verify_leased(catalog, lease, level=options.level, threads=options.threads, progress=advance)
     row = catalog.checkpoint_by_id(lease.checkpoint_id)

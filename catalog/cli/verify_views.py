@@ -142,7 +142,10 @@ def next_command(target: Sequence[str], done: Sequence[Checked], skipped: Sequen
         return None if corrupt[0].run is None else command("resume", corrupt[0].run, "--explain")
     if skipped or any(checked.outcome not in ("ok", "unverifiable") for checked in done):
         return command("verify", *target)
-    if any(checked.outcome == "unverifiable" or checked.report.level not in GRANTS for checked in done):
+    if any(
+        checked.outcome == "unverifiable" or checked.report.level not in GRANTS or checked.verdict == "corrupt"
+        for checked in done
+    ):
         return command("verify", *target, "--level", "data")
     if len(runs) == 1:
         return command("resume", runs[0])

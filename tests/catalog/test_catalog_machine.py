@@ -132,7 +132,7 @@ class CatalogMachine(RuleBasedStateMachine):
         elif result == "unverifiable":
             if known.state.verdict == "unverified":
                 known.state = State("finalized", "unverifiable")
-        elif known.state.verdict != "suspect":
+        elif known.state.verdict != "suspect" and (level == "data" or known.state.verdict != "corrupt"):
             known.level = "data" if known.state.verdict == "verified" and known.level == "data" else level
             known.state = State("finalized", "verified")
 

@@ -16,6 +16,8 @@ from catalog.states import (
     Lifecycle,
     State,
     Verdict,
+    grants,
+    level_for,
     transition,
 )
 from ckptlib.errors import TransitionError
@@ -71,6 +73,22 @@ def test_a_verified_checkpoint_that_was_missing_is_unverified_when_it_returns() 
 def test_a_suspect_checkpoint_is_not_cleared_by_good_digests() -> None:
     with pytest.raises(TransitionError, match="suspect -> verified"):
         transition(State("finalized", "suspect"), verdict="verified")
+
+
+@pytest.mark.parametrize(
+    ("level", "verdicts"),
+    [
+        ("listing", set()),
+        ("structure", set()),
+        ("store", {"unverified", "verified", "unverifiable"}),
+        ("data", {"unverified", "verified", "unverifiable", "corrupt"}),
+    ],
+)
+def test_a_level_verifies_what_it_can_tell_something_new_of(level: str, verdicts: set[str]) -> None:
+    """V3, V4: a corrupt copy has to be read."""
+    assert {verdict for verdict in VERDICTS if grants(level, verdict)} == verdicts
+    assert {verdict for verdict in VERDICTS if level_for(level, verdict) != level} == set()
+    assert {verdict for verdict in VERDICTS if level_for("auto", verdict) == "data"} == {"corrupt"}
 
 
 def test_a_refusal_names_the_moves_that_are_possible() -> None:

@@ -46,6 +46,23 @@ def test_a_flipped_byte_is_exit_20_and_names_the_file(ckpt: Ckpt, training: Trai
     assert catalog.checkpoint(RUN, 10).verdict == "corrupt"
 
 
+def test_a_corrupt_copy_that_was_restored_is_read_and_verified(
+    ckpt: Ckpt, training: Training, catalog: Catalog
+) -> None:
+    """V3: `auto` says that it reads it; no other level can clear it."""
+    record(training, catalog, 10)
+    flip_a_byte(training.data_file(10))
+    assert ckpt("verify", RUN).code == 20
+    flip_a_byte(training.data_file(10))
+    ended = ckpt("verify", f"{RUN}@10", "--level", "structure")
+    assert catalog.checkpoint(RUN, 10).verdict == "corrupt"
+    assert f"ckpt verify '{RUN}@10' --level data" in ended.err
+    ended = ckpt("verify", f"{RUN}@10")
+    assert ended.code == 0
+    assert f"{RUN}@10 is corrupt: all of it is read" in ended.err
+    assert catalog.checkpoint(RUN, 10).verified_level == "data"
+
+
 def test_a_missing_and_a_short_file_are_told_apart_and_an_extra_one_is_no_defect(
     ckpt: Ckpt, training: Training, catalog: Catalog
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -71,7 +72,8 @@ def test_a_good_report_needs_no_explanation(workshop: Workshop, settings: FlowsS
     drain(workshop.catalog, settings, partial(verify_one, workshop.catalog, settings, reporter=notes))
     report = notes.reports["run@1"]
     assert report is not None
-    assert judge(report) == ("verified", "")
+    assert judge(report, "unverified") == judge(report, "corrupt") == ("verified", "")
+    assert judge(report, "suspect") == judge(replace(report, level="store"), "corrupt") == ("checked", "")
 
 
 def test_reporter_outside_a_run_shows_nothing_and_calls_nobody(workshop: Workshop, settings: FlowsSettings) -> None:
