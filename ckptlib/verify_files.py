@@ -255,28 +255,34 @@ class FileChecker:
 
     def _ask(self, name: str, want: Expected) -> FileCheck | int:
         """What the store says of a file by itself; its size, where somebody has to read it."""
+        file = st.join(self._path, name)
         try:
-            vouched = self._storage.vouched(st.join(self._path, name))
+            vouched = self._storage.vouched(file)
+            judged = self._weigh(file, vouched, want)
         except FileNotFoundError:
             return _missing(want)
         except OSError as error:
             return FileCheck("unreadable", None, None, want.sha256, want.origin, describe(error))
-        if vouched is None:
-            size = self._size(name, want)
-            if isinstance(size, FileCheck):
-                return size
-            judged = verify_store.Judged("unknown", verify_store.no_word(self._storage.capabilities.name))
-        else:
-            size = _fitting(vouched.size, want)
-            if isinstance(size, FileCheck):
-                return size
-            judged = verify_store.judge(vouched, want.sha256, want.part_size, want.part_sha256)
+        size = self._size(name, want) if vouched is None else _fitting(vouched.size, want)
+        if isinstance(size, FileCheck):
+            return size
         if judged.outcome == "ok":
             return FileCheck("ok", size, None, want.sha256, want.origin, by_store=True)
         if self._asked == "auto" or (want.control and size <= BLOCK_BYTES and judged.outcome == "unknown"):
             return size
         verdict: Verdict = "digest" if judged.outcome == "digest" else "unverifiable"
         return FileCheck(verdict, size, None, want.sha256, want.origin, judged.detail)
+
+    def _weigh(self, file: str, vouched: st.Vouched | None, want: Expected) -> verify_store.Judged:
+        """What follows from the store's word; how long its parts are is asked only where they differ."""
+        if vouched is None:
+            return verify_store.Judged("unknown", verify_store.no_word(self._storage.capabilities.name))
+        judged = verify_store.judge(vouched, want.sha256, want.part_size, want.part_sha256)
+        if judged.outcome == "digest" and vouched.sha256 is None:
+            first = self._storage.first_part(file)
+            if not verify_store.same_parts(first, vouched.size, want.part_size):
+                return verify_store.Judged("unknown", verify_store.OTHER_PARTS)
+        return judged
 
     def _compare_size(self, name: str, want: Expected) -> FileCheck | int:
         """The size of a file that is to be read; else the verdict that it gives."""

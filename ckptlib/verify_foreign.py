@@ -25,6 +25,7 @@ from ckptlib.verify_files import (
     FileCheck,
     FileChecker,
     Findings,
+    Looked,
     Origin,
     Sealed,
     check_bytes,
@@ -82,12 +83,14 @@ def verify_foreign(
     if torch_dist.COMMON not in listing and _needs_common(format_, index):
         want.setdefault(torch_dist.COMMON, Expected(origin="first-read"))
     looked = checker.look(want)
-    deep = checker.level in ("structure", "data")
+    # Where one file is read that nobody has a digest of, its CRC-32s are all that there is to compare.
+    undigested = any(not isinstance(found, FileCheck) and want[name].sha256 is None for name, found in looked.items())
+    deep = undigested or checker.level in ("structure", "data")
     damage: dict[str, str] = {}
     if deep and index is not None:
         found.defects.extend(tiling_defects(index))
-        damage = _seal(storage, path, index, listing, want, found)
-    if deep and torch_dist.COMMON in listing:
+        damage = _seal(storage, path, index, listing, looked, want, found)
+    if deep and torch_dist.COMMON in want:
         _seal_common(storage, path, want, found)
     _merge(checker.check(want, looked), damage, found)
     for name in listing.keys() - found.checks.keys():
@@ -186,17 +189,23 @@ def _seal(
     path: str,
     index: ItemIndex,
     listing: Mapping[str, int],
+    looked: Looked,
     want: dict[str, Expected],
     found: Findings,
 ) -> dict[str, str]:
     """Adds to each data file the records in it that carry a CRC-32; returns what does not parse, by file."""
-    whole = [name for name, end in torch_dist.file_ends(index).items() if listing.get(name, -1) >= end]
+    whole = [name for name in torch_dist.file_ends(index) if _is_ours_to_check(looked[name])]
     items = check_items(storage, path, index, whole)
     for name, sealed in items.sealed.items():
         want[name] = replace(want[name], sealed=tuple(sealed))
     if items.contradictions:
         found.checks[METADATA] = FileCheck("digest", listing.get(METADATA), detail="; ".join(items.contradictions))
     return items.damage
+
+
+def _is_ours_to_check(found: FileCheck | int) -> bool:
+    """Whether a file has the size that it needs, and no store vouches for the rest."""
+    return not isinstance(found, FileCheck) or (found.verdict == "ok" and not found.by_store)
 
 
 def _seal_common(storage: st.Storage, path: str, want: dict[str, Expected], found: Findings) -> None:

@@ -52,6 +52,9 @@ def judge(
     Args:
         sha256: of the whole file; None: not recorded.
         part_size, part_sha256: of its parts; none: not recorded.
+
+    Returns:
+        ``digest`` of a file in parts only as far as these are as long as recorded: see `same_parts`.
     """
     if sha256 is None:
         return Judged("unknown", NO_DIGEST_RECORDED)
@@ -69,5 +72,16 @@ def judge(
         return Judged("unknown", OTHER_PARTS)
     if vouched.composite == composite(part_sha256):
         return Judged("ok")
-    # As many parts of another length have other digests too, and the bytes may be right: whoever reads them knows.
     return Judged("digest", "its parts are not those recorded, says the store's own SHA-256 over them")
+
+
+def same_parts(first: int | None, size: int, part_size: int | None) -> bool:
+    """Whether the parts that a store has of a file of `size` bytes, as many as recorded, are as long as these.
+
+    Others have other digests, and the bytes may be right: whoever reads them knows.
+
+    Args:
+        first: bytes of the first one; None: the store does not say.
+        part_size: recorded.
+    """
+    return first is not None and part_size is not None and first == min(size, part_size)

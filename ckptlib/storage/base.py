@@ -194,6 +194,9 @@ class Storage(Protocol):
         Never what a client only told it: a store that was not seen to reject a wrong digest vouches for nothing.
         """
 
+    def first_part(self, path: str) -> int | None:
+        """Bytes of the first of the parts that `Vouched.composite` is of; None: the store does not say."""
+
     def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
         """Removes files, all that it can; a directory that is named goes when it is empty. What is gone is fine.
 
@@ -249,6 +252,10 @@ class Defaults:
 
     def vouched(self, path: str) -> Vouched | None:
         """Nothing."""
+        return None
+
+    def first_part(self, path: str) -> int | None:
+        """It has none."""
         return None
 
     def remove(self: Storage, paths: Iterable[str]) -> None:

@@ -193,6 +193,12 @@ class S3Storage(base.Defaults):
             return None
         return Vouched(size, sha256=sha256)
 
+    def first_part(self, path: str) -> int | None:
+        """One HEAD. A store that does not know part numbers answers with the whole, and says nothing of parts."""
+        head = self._call(path, "look", "head_object", PartNumber=1)
+        size: int = head["ContentLength"]
+        return size if "PartsCount" in head else None
+
     def remove_each(self, paths: Iterable[str]) -> dict[str, OSError]:
         """A request for each 1,000 names of a bucket."""
         failures: dict[str, OSError] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,9 +156,12 @@ def test_a_resume_without_a_catalog_takes_the_stores_word_unless_that_is_not_to_
         assert (saved.payload_read() > 0) is reads
 
 
-def test_an_object_that_was_copied_in_other_parts_is_unverifiable_until_it_is_read(saved: Saved, client: Any) -> None:
+@pytest.mark.parametrize("part_size", [7 * MIB, PART + 512 * 1024], ids=["fewer", "as many, longer"])
+def test_an_object_that_was_copied_in_other_parts_is_unverifiable_until_it_is_read(
+    saved: Saved, client: Any, part_size: int
+) -> None:
     place = saved.place(saved.data)
-    put_in_parts(client, place, content(client, place), 7 * MIB)
+    put_in_parts(client, place, content(client, place), part_size)
     report = saved.verify("store")
     assert (report.unverifiable, report.corrupt) == (True, False)
     assert report.problems == (f"{saved.data}: unverifiable: {OTHER_PARTS}",)
@@ -177,6 +181,31 @@ def test_an_object_without_a_digest_of_the_stores_own_is_unverifiable(saved: Sav
     data[100] ^= 1
     client.put_object(**place, Body=bytes(data), ChecksumAlgorithm="CRC32")
     assert saved.verify("auto").files[saved.data] == "digest"
+
+
+def test_a_foreign_file_without_any_digest_is_compared_with_its_own_crc_by_auto(saved: Saved, client: Any) -> None:
+    """V1: also where the store vouches for all the others, so that the whole comes to level store."""
+    store, path = storage.resolve(saved.url, saved.options)
+    foreign = Saved(saved.server, saved.proxy, f"{saved.url.rpartition('/')[0]}/theirs/iter_0000002")
+    _, there = storage.resolve(foreign.url, foreign.options)
+    data = saved.data
+    content_of = {
+        entry.name: store.get(storage.join(path, entry.name)) for entry in store.list(path) if not entry.is_dir
+    }
+    digests = json.loads(content_of["integrity.json"])
+    del digests["files"][data]
+    content_of["integrity.json"] = json.dumps(digests, indent=2).encode()
+    for name in content_of.keys() - {data}:
+        store.put(storage.join(there, name), content_of[name])
+    for good in (True, False):
+        replaced = bytearray(content_of[data])
+        replaced[len(replaced) // 2] ^= not good
+        put_in_parts(client, foreign.place(data), bytes(replaced), PART)
+        for level, comes_to in (("auto", "store"), ("data", "data")):
+            report = foreign.verify(level)
+            assert (report.save_id, report.ok, report.level) == (None, good, comes_to), report.problems
+            assert report.files[data] == ("ok" if good else "digest")
+            assert good or "CRC-32" in report.checks[data].detail
 
 
 def test_a_store_that_accepts_wrong_digests_vouches_for_nothing(s3: S3Server, s3_url: str) -> None:

@@ -103,6 +103,9 @@ class Vouching(FsspecStorage):
             return Vouched(size, composite=composite(digests), parts=len(digests))
         return Vouched(size, sha256(bytes(self.fs.cat_file(path))))
 
+    def first_part(self, path: str) -> int | None:
+        return len(self.parts[path.removeprefix(f"{self.root}/")][0])
+
     def read_into(self, path: str, ranges: Sequence[Range]) -> None:
         self.bytes_read += sum(len(buffer) for _, buffer in ranges)
         super().read_into(path, ranges)
@@ -168,11 +171,22 @@ def test_a_payload_without_a_word_is_unverifiable_and_a_control_file_is_read(sto
     assert (checker.bytes_read, store.bytes_read) == (5, 5)
 
 
+@pytest.mark.parametrize(
+    ("first", "size", "part_size", "same"),
+    [(10, 25, 10, True), (11, 25, 10, False), (7, 7, 10, True), (None, 25, 10, False), (25, 25, None, False)],
+)
+def test_parts_are_the_recorded_ones_as_far_as_the_first_tells(
+    first: int | None, size: int, part_size: int | None, same: bool
+) -> None:
+    assert verify_store.same_parts(first, size, part_size) is same
+
+
 def test_auto_reads_what_the_store_has_no_word_on_and_doubts(store: Vouching) -> None:
     """In other parts of the same number the same bytes have another digest: only reading them tells."""
     store.silent = {"index"}
     store.add("in-parts", b"a" * 10 + b"b", b"b" * 9 + b"c", b"c" * 4)
-    assert FileChecker(store, store.root, level="store").check(WANT)["in-parts"].verdict == "digest"
+    check = FileChecker(store, store.root, level="store").check(WANT)["in-parts"]
+    assert (check.verdict, check.detail) == ("unverifiable", verify_store.OTHER_PARTS)
     checker = FileChecker(store, store.root, level="auto")
     checks = checker.check(WANT)
     assert {name: (check.verdict, check.by_store) for name, check in checks.items()} == {
