@@ -18,9 +18,9 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 import migrations
-from catalog.filesystem import network_filesystem
 from catalog.models import Base
 from ckptlib.errors import CatalogError, DatabaseLockedError, NoCatalogError
+from ckptlib.storage import filesystems
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -85,8 +85,8 @@ class Database:
         self._clock = clock
         self._timeout = timeout
         if self.path is not None:
-            kind = network_filesystem(self.path)
-            if kind is not None:
+            kind = filesystems.kind(str(self.path))
+            if kind is not None and filesystems.is_network(kind):
                 raise NoCatalogError(
                     f"catalog {self.path}: is on a network filesystem ({kind}), where SQLite's locks do not hold. "
                     f"Put it on a local disk ({ENVIRONMENT}=/local/path), or use PostgreSQL."

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import fsspec.config
 
+from ckptlib.errors import UnsupportedError
 from ckptlib.storage.base import (
     Buffer,
     Capabilities,
@@ -63,7 +64,7 @@ def resolve(
         url: where; relative paths are made absolute.
         storage_options: see `S3Options`; what is not in them comes from fsspec's configuration (``FSSPEC_S3``, files in
             ``~/.config/fsspec``), then from boto3's. Elsewhere passed to the fsspec filesystem. ``"posix"`` is for
-            paths, and for nothing else (`PosixOptions`).
+            paths, and for nothing else (`PosixOptions`); a path passes over the others, which may be for a second root.
         single_writer: see `S3Storage`, `FsspecStorage`.
 
     Raises:
@@ -86,6 +87,11 @@ def resolve(
         return S3Storage(S3Options.parse(given, configured), single_writer=single_writer), path
     local = local_path(url)
     if local is not None:
+        for name in PosixOptions.names():
+            if name in given:
+                raise UnsupportedError(
+                    f"storage_options has {name!r}: for a path it goes below 'posix': {{'posix': {{{name!r}: ...}}}}"
+                )
         return PosixStorage(PosixOptions.of(posix)), local
     options = given if url.startswith("memory://") else {"use_listings_cache": False, **given}
     fs, path = fsspec.core.url_to_fs(url, **options)

@@ -9,27 +9,24 @@ import ctypes
 import errno
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-_KINDS = {
-    0x0BD00BD0: "lustre",
-    0x6969: "nfs",
-    0xFF534D42: "cifs",
-    0xFE534D42: "smb2",
-    0x00C36400: "ceph",
-    0x47504653: "gpfs",
-    0x19830326: "beegfs",
-    0x01021997: "9p",
-    0x65735546: "fuse",
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-}
-"""``f_type`` of statfs(2)."""
+MOUNTS = "/proc/self/mountinfo"
 
-NETWORK = frozenset({"lustre", "nfs", "cifs", "smb2", "ceph", "gpfs", "beegfs", "9p", "fuse"})
-"""Kinds whose clients may show for a while what another host has changed since."""
+NETWORK = frozenset(
+    {
+        *("9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "cvmfs", "daos", "glusterfs", "gpfs", "lustre"),
+        *("mfs", "ncpfs", "nfs", "nfs4", "orangefs", "panfs", "pvfs2", "quobyte", "smb3", "smbfs", "vboxsf", "wekafs"),
+    }
+)
+"""Names as the kernel gives them. Clients may show for a while what another host has changed since; locks are
+absent, or hold within one host, or only as long as a connection does."""
+
+LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.portal", "fuseblk"})
+"""Filesystems in user space that are local; every other FUSE type (sshfs, s3fs, juicefs, ...) counts as remote."""
 
 MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -55,14 +52,46 @@ def nearest_directory(path: str) -> str:
 
 
 def kind(path: str) -> str | None:
-    """What kind of filesystem an existing path is on; None: none that is known here."""
-    statfs = _statfs()
-    if statfs is None:
+    """What type of filesystem a path is on, or would be; None: the system does not tell."""
+    try:
+        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+            return filesystem_type(path, file.read())
+    except OSError:
         return None
-    answer = ctypes.create_string_buffer(1024)  # larger than the structure anywhere; its first member is the type
-    if statfs(os.fsencode(path), answer) != 0:
-        return None
-    return _KINDS.get(ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF)
+
+
+def filesystem_type(path: str, mounts: str) -> str | None:
+    """Type of the filesystem that holds `path` (which may not exist yet), from the text of a mountinfo file.
+
+    The longest mount point that leads to `path` decides; of several mounts on one point the last one, which hides
+    the others. None when nothing matches.
+    """
+    target = os.path.realpath(path)
+    best: tuple[int, str] | None = None
+    for line in mounts.splitlines():
+        head, separator, tail = line.partition(" - ")
+        fields = head.split(" ")
+        if not separator or len(fields) < 5:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        if target == point or target.startswith(point.rstrip("/") + "/"):
+            kind = tail.split(" ")[0]
+            if best is None or len(point) >= best[0]:
+                best = (len(point), kind)
+    return None if best is None else best[1]
+
+
+def mount_point(path: str) -> str:
+    """The topmost directory of the filesystem that a path is on."""
+    path = os.path.realpath(path)
+    while not os.path.ismount(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def is_network(kind: str) -> bool:
+    """Whether a filesystem of this type is reached over a network, or may be."""
+    return kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
 
 
 def room(path: str) -> Room:
@@ -115,11 +144,6 @@ _KEEP_SIZE = 1
 """FALLOC_FL_KEEP_SIZE."""
 
 _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS = -100, 0x2000, 0x7FF
-
-
-@functools.cache
-def _statfs() -> Callable[..., int] | None:
-    return _call("statfs", [ctypes.c_char_p, ctypes.c_char_p])
 
 
 @functools.cache

@@ -8,18 +8,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 
+from ckptlib.storage import filesystems
 from ckptlib.storage.filesystems import Room
 from ckptlib.storage.room import Bound
 
 log = logging.getLogger("ckptlib")
 
 TIMEOUT = 10.0
-"""Seconds for one command: the servers may be busy, and all ranks wait."""
+"""Seconds for all that is asked of one checkpoint: the servers may be busy, and all ranks wait."""
 
 MIB, GIB = 2**20, 2**30
 
@@ -47,32 +50,83 @@ def layout(size: int, files: int) -> list[str]:
     return arguments
 
 
-def set_layout(directory: str, arguments: Sequence[str]) -> bool:
-    """Stripes what will be made in a directory from now on; files that are there stay as they are.
-
-    Returns:
-        Whether it was done; if not, a warning says why.
-    """
-    return _lfs(["setstripe", *arguments, directory], warns=True) is not None
-
-
 def has_lfs() -> bool:
     """Whether the command is installed."""
     return shutil.which("lfs") is not None
 
 
-def quotas(directory: str) -> Iterator[Bound]:
-    """What is left of the quotas that new files in an existing directory count against, as far as they are known."""
-    found = os.stat(directory)
-    group = found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
-    owners = [("-u", "user", os.geteuid()), ("-g", "group", group)]
-    project = parse_project(_lfs(["project", "-d", directory]) or "")
-    if project:
-        owners.append(("-p", "project", project))
-    for option, name, number in owners:
-        answer = _lfs(["quota", "-q", option, str(number), directory])
-        if answer is not None:
-            yield Bound(f"in the quota of {name} {number}", parse_quota(answer), errno.EDQUOT)
+class Lfs:
+    """The command, for one checkpoint: all its calls together take `TIMEOUT` seconds at most."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + TIMEOUT
+
+    def has_default_layout(self, directory: str) -> bool:
+        """Whether an existing directory gives new files what the filesystem gives everywhere.
+
+        False where somebody chose a layout or a pool for it, and where it cannot be told.
+        """
+        own = self._ask("getstripe", "-d", directory)
+        top = filesystems.mount_point(directory)
+        everywhere = self._ask("getstripe", "-d", top)
+        if own is None or everywhere is None:
+            return False
+        return is_default(own.replace(directory, ""), everywhere.replace(top, ""))
+
+    def set_layout(self, directory: str, arguments: Sequence[str]) -> bool:
+        """Stripes what will be made in a directory from now on; files that are there stay as they are.
+
+        Returns:
+            Whether it was done; if not, a warning says why.
+        """
+        return self._ask("setstripe", *arguments, directory, warns=True) is not None
+
+    def quotas(self, directory: str) -> Iterator[Bound]:
+        """What is left of the quotas that new files in an existing directory count against, as far as is known."""
+        try:
+            found = os.stat(directory)
+        except OSError as error:
+            log.debug("%s: no quotas: %s", directory, error)
+            return
+        group = found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
+        owners = [("-u", "user", os.geteuid()), ("-g", "group", group)]
+        project = parse_project(self._ask("project", "-d", directory) or "")
+        if project:
+            owners.append(("-p", "project", project))
+        for option, name, number in owners:
+            answer = self._ask("quota", "-q", option, str(number), directory)
+            if answer is not None:
+                yield Bound(f"in the quota of {name} {number}", parse_quota(answer), errno.EDQUOT)
+
+    def _ask(self, *arguments: str, warns: bool = False) -> str | None:
+        """What ``lfs`` prints; None: it failed, or was not asked because the time is over."""
+        try:
+            done = subprocess.run(
+                ["lfs", *arguments],
+                capture_output=True,
+                text=True,
+                timeout=max(0.0, self._deadline - time.monotonic()),
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            why = str(error)
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            why = done.stderr.strip() or f"exit status {done.returncode}"
+        log.log(logging.WARNING if warns else logging.DEBUG, "lfs %s: %s", " ".join(arguments), why)
+        return None
+
+
+def is_default(own: str, everywhere: str) -> bool:
+    """Whether two answers of ``lfs getstripe -d``, without their paths, say that nobody chose anything. Pure.
+
+    A directory without a layout of its own shows that of the filesystem, or says that it has none. A pool is a choice
+    also where it is the filesystem's: what is set without one may land elsewhere.
+    """
+    if _POOL.search(own):
+        return False
+    return "no stripe info" in own or _words(own) in ([], _words(everywhere))
 
 
 def parse_quota(answer: str) -> Room:
@@ -95,31 +149,21 @@ def parse_quota(answer: str) -> Room:
 
 
 def parse_project(answer: str) -> int:
-    """The project of a directory by ``lfs project -d``: ``1000 P /path``; 0: none. Pure."""
-    first = answer.split()[:1]
-    return int(first[0]) if first and first[0].isdecimal() else 0
+    """The project that new files in a directory get, by ``lfs project -d``: ``1000 P /path``; 0: none. Pure.
+
+    ``P``: they inherit it. Without, the number is that of the directory alone.
+    """
+    number, flag = [*answer.split(), "", ""][:2]
+    return int(number) if flag == "P" and number.isdecimal() else 0
+
+
+_POOL = re.compile(r"pool:\s*\S")
+
+
+def _words(answer: str) -> list[str]:
+    return answer.replace("(Default)", "").split()
 
 
 def _number(word: str) -> int | None:
     word = word.rstrip("*").strip("[]")
     return int(word) if word.isdecimal() else None
-
-
-def _lfs(arguments: Sequence[str], *, warns: bool = False) -> str | None:
-    """What ``lfs`` prints; None: it failed."""
-    try:
-        done = subprocess.run(
-            ["lfs", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        why = str(error)
-    else:
-        if done.returncode == 0:
-            return done.stdout
-        why = done.stderr.strip() or f"exit status {done.returncode}"
-    log.log(logging.WARNING if warns else logging.DEBUG, "lfs %s: %s", " ".join(arguments), why)
-    return None

@@ -10,18 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shlex
 import stat as stat_module
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlib.errors import StorageError
+from ckptlib.errors import ExclusiveCreateError, StorageError
 from ckptlib.storage import base, filesystems, lustre, room
 from ckptlib.storage.base import Capabilities, Entry, Range
 from ckptlib.storage.posix_files import (
+    NEVER_LINKS,
     make_directory,
     rename,
     second_name,
@@ -33,6 +36,14 @@ from ckptlib.storage.posix_options import PosixOptions
 from ckptlib.storage.posix_read import ShortFileError, read_ranges, read_table
 from ckptlib.storage.posix_stream import PosixWriteStream
 from ckptlib.storage.stale import Views, is_suspect
+
+log = logging.getLogger("ckptlib")
+
+LOCK_WAIT = 10.0
+"""Seconds: a swap takes milliseconds, so whoever holds its lock for longer is stopped or dead."""
+
+LOCK_PAUSE = 0.01
+"""Seconds between two tries to get it."""
 
 
 class PosixStorage(base.Defaults):
@@ -61,9 +72,12 @@ class PosixStorage(base.Defaults):
         try:
             os.link(temporary, path)
         except OSError as error:
+            filesystems.refresh(temporary)  # the number of links may be one of before
             if os.stat(temporary).st_nlink == 1:  # else it was done, and the answer to a repeated request is an error
                 if isinstance(error, FileExistsError):
                     sync_directory(base.parent(path))
+                if error.errno in NEVER_LINKS:
+                    raise _no_links(path, error) from error
                 raise
         finally:
             unlink_quietly(temporary)
@@ -72,8 +86,9 @@ class PosixStorage(base.Defaults):
     def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
         """Compared and replaced under a lock on the directory, which whoever swaps takes.
 
-        Across hosts it is as good as the filesystem's ``flock``: NFSv4 and Lustre (mounted with ``flock``) have it;
-        where there is none, the comparison is all.
+        Across hosts it is as good as the filesystem's ``flock`` of directories: Lustre mounted with ``flock`` has one,
+        on NFS it holds within one host. Where there is none, or who holds it does not let go for `LOCK_WAIT` seconds,
+        the comparison is all: whoever swaps must bear that two who swap at the same moment both succeed.
         """
         directory = base.parent(path)
         make_directory(directory)
@@ -160,18 +175,37 @@ class PosixStorage(base.Defaults):
         What an older checkpoint takes that this one will replace is not free yet.
         """
         where = filesystems.nearest_directory(path)
-        on_lustre = filesystems.kind(where) == "lustre" and lustre.has_lfs()
-        bounds = [room.Bound(f"on the filesystem of {where}", filesystems.room(where))]
-        if on_lustre:
-            bounds += lustre.quotas(where)
-        lack = room.first_lack(bounds, size, files)
-        if lack is not None:
-            text = f"[Errno {lack.code}] {os.strerror(lack.code)}: {path!r}: {lack.text}. Nothing was written."
-            raise StorageError(lack.code, text, path)
-        if on_lustre and self._options.stripe != "off":
-            make_directory(path)
-            chosen = self._options.stripe
-            lustre.set_layout(path, lustre.layout(size, files) if chosen == "auto" else shlex.split(chosen))
+        lfs = lustre.Lfs() if filesystems.kind(where) == "lustre" and lustre.has_lfs() else None
+        if self._options.room == "auto":
+            _require_room(path, where, lfs, size, files)
+        stripe = self._options.stripe
+        if lfs is None or stripe == "off" or (stripe == "auto" and not lfs.has_default_layout(where)):
+            return
+        make_directory(path)
+        lfs.set_layout(path, lustre.layout(size, files) if stripe == "auto" else shlex.split(stripe))
+
+
+def _require_room(path: str, where: str, lfs: lustre.Lfs | None, size: int, files: int) -> None:
+    bounds = [room.Bound(f"on the filesystem of {where}", filesystems.room(where))]
+    if lfs is not None:
+        bounds += lfs.quotas(where)
+    lack = room.first_lack(bounds, size, files)
+    if lack is not None:
+        text = (
+            f"[Errno {lack.code}] {os.strerror(lack.code)}: {path!r}: {lack.text}. Nothing was written. Where a volume "
+            "grows as it is needed, or compresses, storage_options={'posix': {'room': 'off'}} saves without asking."
+        )
+        raise StorageError(lack.code, text, path)
+
+
+def _no_links(path: str, error: OSError) -> ExclusiveCreateError:
+    code, kind = error.errno or errno.EPERM, filesystems.kind(base.parent(path)) or "of a kind that is not known"
+    return ExclusiveCreateError(
+        code,
+        f"[Errno {code}] {error.strerror}: {path!r}: this filesystem ({kind}) has no hard links, so no file can be "
+        "created exclusively and two writers could both commit. Save to a filesystem that has them.",
+        path,
+    )
 
 
 def _may_be_stale(error: OSError) -> bool:
@@ -202,14 +236,27 @@ def _remove(path: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """An exclusive lock on a directory, where the filesystem has locks."""
+    """An exclusive lock on a directory, where there are locks; a holder that hangs is not waited for for ever."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
-                raise
+        deadline = time.monotonic() + LOCK_WAIT
+        while not _lock(fd):
+            if time.monotonic() >= deadline:
+                log.warning("%s: somebody has held its lock for %g s; going on without", directory, LOCK_WAIT)
+                break
+            time.sleep(LOCK_PAUSE)
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """False: somebody else holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
+            raise
+    return True

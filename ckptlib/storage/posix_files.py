@@ -67,7 +67,10 @@ def make_directory(path: str) -> None:
     for directory in reversed(missing):
         with naming(directory), contextlib.suppress(FileExistsError):  # another rank was faster
             os.mkdir(directory, 0o777)
-        sync_directory(base.parent(directory))
+        try:
+            sync_directory(base.parent(directory))
+        except PermissionError:  # it may be written and entered, not read
+            sync_directory(directory)  # where names are journaled, its own goes with it
 
 
 def sync_directory(path: str) -> None:
@@ -104,7 +107,7 @@ def second_name(source: str, target: str) -> str:
     try:
         os.link(source, temporary)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in (*NEVER_LINKS, errno.EXDEV, errno.EMLINK):
             raise
         try:
             _copy_file(source, temporary)
@@ -133,8 +136,8 @@ def unlink_quietly(path: str) -> None:
         os.unlink(path)
 
 
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What filesystems answer that have no hard links, or no more of them for this file."""
+NEVER_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What filesystems answer that have no hard links."""
 
 
 def _temporary_name(path: str) -> str:

@@ -21,6 +21,8 @@ class PosixOptions:
             as its arguments: ``-c 4 -S 16M``. Elsewhere it means nothing.
         stale_wait: for how many seconds a file that a record names may be absent, or shorter than it was written,
             before it is called so: network filesystems show old views. None: 5 on those, 0 elsewhere.
+        room: ``auto`` refuses a save that cannot fit in what the filesystem, or a quota, says is left; ``off`` does not
+            ask: for volumes that grow as they are written, and filesystems that compress or say what is not so.
 
     Raises:
         UnsupportedError: a value is out of its range.
@@ -28,6 +30,7 @@ class PosixOptions:
 
     stripe: str = "auto"
     stale_wait: float | None = None
+    room: str = "auto"
 
     def __post_init__(self) -> None:
         stripe: Any = self.stripe
@@ -38,6 +41,8 @@ class PosixOptions:
             )
         if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait <= 3600):
             raise UnsupportedError(f"stale_wait={wait!r}: expected seconds from 0 to 3600, or None")
+        if self.room not in ("auto", "off"):
+            raise UnsupportedError(f"room={self.room!r}: expected 'auto' or 'off'")
 
     @classmethod
     def of(cls, options: Any) -> PosixOptions:
@@ -48,11 +53,16 @@ class PosixOptions:
         """
         if not isinstance(options, Mapping):
             raise UnsupportedError(f"storage_options['posix']: expected a dict, got {type(options).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = cls.names()
         for name in options:
             if name not in known:
                 raise UnsupportedError(f"storage_options['posix'] has {name!r}: expected {' or '.join(known)}")
         return cls(**options)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """What may be chosen."""
+        return [field.name for field in dataclasses.fields(cls)]
 
 
 def _are_arguments(text: str) -> bool:

@@ -82,8 +82,8 @@ class PosixWriteStream:
         with self._failing():
             try:
                 self._write_small()
-                if self._reserved > self._size:
-                    os.ftruncate(self._file.fileno(), self._size)  # gives back what was reserved beyond the end
+                if self._reserved > self._size:  # or may be, although the call failed: what is beyond the end goes back
+                    os.ftruncate(self._file.fileno(), self._size)
                 os.fsync(self._file.fileno())
             finally:
                 self._file.close()  # may raise too: quota errors of write-back
@@ -99,9 +99,9 @@ class PosixWriteStream:
 
     def _reserve(self, size: int) -> None:
         if size >= RESERVED_BYTES and filesystems.kind(base.parent(self._path)) not in filesystems.MEMORY:
+            self._reserved = size
             with self._failing(size):
-                if filesystems.reserve(self._file.fileno(), size):
-                    self._reserved = size
+                filesystems.reserve(self._file.fileno(), size)
 
     def _write_small(self) -> None:
         if self._small:
@@ -133,6 +133,8 @@ class PosixWriteStream:
 
 def _start_writeback(fd: int, offset: int, length: int) -> None:
     """Starts writing pages to the disk without waiting. On Linux POSIX_FADV_DONTNEED does that first of all; what is
-    already clean leaves the page cache, where it would only push out the trainer's own pages."""
+    already clean leaves the page cache, where it would only push out the trainer's own pages. Sandboxes may refuse the
+    call, and only time is lost."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)

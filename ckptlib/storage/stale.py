@@ -80,4 +80,4 @@ class Views:
         if self._wait is not None:
             return self._wait
         kind = filesystems.kind(filesystems.nearest_directory(base.parent(path)))
-        return WAIT if kind in filesystems.NETWORK else 0.0
+        return WAIT if kind is not None and filesystems.is_network(kind) else 0.0

@@ -13,10 +13,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import func, inspect, select
 
 import migrations
-from catalog import Catalog, database, filesystem
+from catalog import Catalog, database
 from catalog.database import Database
 from catalog.models import Base, Run
 from ckptlib.errors import CatalogError, DatabaseLockedError, NoCatalogError
+from ckptlib.storage import filesystems
 from tests.catalog.samples import empty_catalog
 
 
@@ -201,15 +202,15 @@ broken line
     ],
 )
 def test_the_filesystem_of_a_path_is_that_of_its_innermost_mount(path: str, kind: str, network: bool) -> None:
-    assert filesystem.filesystem_type(Path(path), MOUNTS) == kind
-    assert filesystem.is_network(kind) is network
+    assert filesystems.filesystem_type(path, MOUNTS) == kind
+    assert filesystems.is_network(kind) is network
 
 
 def test_sqlite_on_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S2."""
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 22 0:44 / {tmp_path} rw - nfs4 server:/x rw\n")
-    monkeypatch.setattr(filesystem, "MOUNTS", mounts)
+    monkeypatch.setattr(filesystems, "MOUNTS", str(mounts))
     with pytest.raises(NoCatalogError, match=r"network filesystem \(nfs4\).*PostgreSQL"):
         Database(str(tmp_path / "catalog.db"))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ckptlib
 from ckptlib import storage
 from ckptlib.errors import StorageError, UnsupportedError
-from ckptlib.storage import PosixStorage, filesystems, lustre
+from ckptlib.storage import PosixOptions, PosixStorage, filesystems, lustre
 from ckptlib.storage.filesystems import Room
 
 MIB, GIB = 2**20, 2**30
@@ -24,6 +24,7 @@ LFS = """#!/bin/sh
 echo "$@" >> {log}
 [ -d "$(eval echo \\$$#)" ] || exit 7
 case "$1 $3" in
+    "getstripe "*) {getstripe} ;;
     "project "*) printf '%s\\n' "{project}" ;;
     "quota -u") printf '%s\\n' "{user}" ;;
     "quota -g") printf '%s\\n' "{group}" ;;
@@ -33,6 +34,7 @@ esac
 """
 
 FREE = "/lustre 10 0 0 - 3 0 0 -"
+DEFAULT = "stripe_count:  1 stripe_size:   1048576 pattern:       raid0 stripe_offset: -1"
 
 
 class Lfs:
@@ -53,9 +55,16 @@ class Lfs:
         project: str = "0 - /lustre",
         project_quota: str = FREE,
         setstripe: str = "true",
+        getstripe: str = f"echo '{DEFAULT}'",
     ) -> None:
         script = LFS.format(
-            log=self.log, user=user, group=group, project=project, project_quota=project_quota, setstripe=setstripe
+            log=self.log,
+            user=user,
+            group=group,
+            project=project,
+            project_quota=project_quota,
+            setstripe=setstripe,
+            getstripe=getstripe,
         )
         (self._folder / "lfs").write_text(script)
         (self._folder / "lfs").chmod(0o755)
@@ -165,6 +174,60 @@ def test_a_user_chooses_stripes_or_none(tmp_path: Path, lfs: Lfs) -> None:
     assert lfs.calls("setstripe") == [f"setstripe -c 4 -S 16M {tmp_path}/a"]
 
 
+@pytest.mark.parametrize(
+    ("own", "default"),
+    [
+        (DEFAULT, True),
+        (f"(Default) {DEFAULT}", True),
+        ("", True),
+        ("has no stripe info", True),
+        (DEFAULT.replace("count:  1", "count:  4"), False),
+        (f"{DEFAULT} pool: flash", False),
+        ("lcm_layout_gen: 0 lcm_entry_count: 2 lcme_id: N/A", False),
+    ],
+)
+def test_a_layout_that_somebody_chose_is_left_alone(tmp_path: Path, lfs: Lfs, own: str, default: bool) -> None:
+    """By comparison with that of the whole filesystem; what a user chooses here comes first."""
+    run = tmp_path / "a run"
+    run.mkdir()
+    lfs.answers(getstripe=f"""echo "$3"; case "$3" in *run) echo '{own}' ;; *) echo '{DEFAULT}' ;; esac""")
+    PosixStorage().prepare(str(run / "iter_1"), size=10, files=1)
+    assert bool(lfs.calls("setstripe")) == default
+    assert (run / "iter_1").exists() == default
+    PosixStorage(PosixOptions(stripe="-c 4")).prepare(str(run / "iter_2"), size=10, files=1)
+    assert lfs.calls("setstripe")[-1] == f"setstripe -c 4 {run}/iter_2"
+
+
+def test_a_pool_of_the_whole_filesystem_is_left_alone_too() -> None:
+    assert not lustre.is_default(f"{DEFAULT} pool: flash", f"{DEFAULT} pool: flash")
+
+
+def test_a_layout_that_cannot_be_told_is_left_alone(tmp_path: Path, lfs: Lfs) -> None:
+    lfs.answers(getstripe="exit 1")
+    PosixStorage().prepare(str(tmp_path / "iter_1"), size=10, files=1)
+    assert lfs.calls("setstripe") == []
+
+
+def test_all_that_is_asked_of_one_checkpoint_has_one_deadline(
+    tmp_path: Path, lfs: Lfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lustre, "TIMEOUT", 0.5)
+    lfs.answers(getstripe="exec sleep 60")
+    command = lustre.Lfs()
+    assert not command.has_default_layout(str(tmp_path))
+    assert list(command.quotas(str(tmp_path))) == []
+    assert len(lfs.calls("getstripe")) == 1
+
+
+def test_a_directory_that_is_gone_has_no_quotas(tmp_path: Path, lfs: Lfs) -> None:
+    assert list(lustre.Lfs().quotas(str(tmp_path / "gone"))) == []
+
+
+@pytest.mark.parametrize(("answer", "project"), [("1000 P /lustre", 1000), ("1000 - /lustre", 0), ("1000", 0), ("", 0)])
+def test_a_project_counts_where_new_files_inherit_it(answer: str, project: int) -> None:
+    assert lustre.parse_project(answer) == project
+
+
 def test_a_failure_to_stripe_is_a_warning_and_never_a_failed_save(
     tmp_path: Path, lfs: Lfs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +252,7 @@ def test_elsewhere_nothing_is_asked(tmp_path: Path, lfs: Lfs, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stripes": 4}, "'stripes': expected stripe or stale_wait"),
+        ({"stripes": 4}, "'stripes': expected stripe or stale_wait or room"),
         ({"stripe": 4}, "stripe=4"),
         ({"stripe": "auto "}, "stripe='auto '"),
         ({"stripe": "-c 'x"}, "setstripe"),
@@ -197,9 +260,17 @@ def test_elsewhere_nothing_is_asked(tmp_path: Path, lfs: Lfs, monkeypatch: pytes
         ({"stale_wait": -1}, "stale_wait=-1"),
         ({"stale_wait": "5"}, "seconds"),
         ({"stale_wait": float("nan")}, "seconds"),
+        ({"room": False}, "room=False: expected 'auto' or 'off'"),
         ("off", "expected a dict"),
     ],
 )
 def test_options_that_there_are_not_are_named(options: object, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         storage.resolve("/somewhere", {"posix": options})
+
+
+def test_an_option_of_paths_in_the_wrong_place_is_refused_and_one_of_another_root_is_not() -> None:
+    """One set of options may be for a root on S3 and for a local tier."""
+    with pytest.raises(UnsupportedError, match=r"'stripe': for a path it goes below 'posix'"):
+        storage.resolve("/somewhere", {"stripe": "off"})
+    storage.resolve("/somewhere", {"key": "k", "secret": "s", "posix": {"stripe": "off"}})

@@ -18,7 +18,7 @@ from ckptlib.integrations.dcp import CkptWriter
 from ckptlib.manifest import SemanticType
 from ckptlib.pieces import LocalPlan
 from ckptlib.plan import CONTAINER_BYTES, make_write_plan
-from ckptlib.storage import PosixStorage, filesystems
+from ckptlib.storage import PosixOptions, PosixStorage, filesystems
 from ckptlib.storage.filesystems import Room
 from ckptlib.storage.room import Bound, first_lack, why_full
 from tests.ckptlib.test_plan import worlds
@@ -83,7 +83,8 @@ def test_the_kernel_says_how_much_room_there_is_also_for_a_directory_that_is_not
         assert after.bytes is not None
         assert there.bytes - after.bytes >= 600_000
         assert filesystems.kind(str(disk)) == "tmpfs"
-    assert filesystems.kind(str(tmp_path / "absent")) is None
+        assert filesystems.kind(str(disk / "absent")) == "tmpfs"
+    assert filesystems.kind(str(tmp_path)) is not None
 
 
 def test_blocks_that_are_kept_for_root_are_no_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +116,8 @@ def test_what_cannot_fit_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
             PosixStorage().prepare(str(disk / "run" / "iter_1"), size=5 * 2**20, files=1)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(disk / "run" / "iter_1"))
         PosixStorage().prepare(str(disk / "run" / "iter_1"), size=2**19, files=1)
+        assert "'room': 'off'" in str(caught.value)
+        PosixStorage(PosixOptions(room="off")).prepare(str(disk / "run" / "iter_1"), size=5 * 2**20, files=1)
         assert os.listdir(disk) == []
 
 

@@ -139,6 +139,33 @@ def test_a_reserved_file_ends_where_its_content_ends(
     assert path.stat().st_blocks * 512 <= len(content) + MIB
 
 
+def test_what_a_failed_reservation_kept_is_given_back(
+    tmp_path: Path, store: PosixStorage, reserving: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A filesystem may have kept a part before it said that it could not."""
+    reserve = filesystems.reserve
+    monkeypatch.setattr(filesystems, "reserve", lambda fd, size: reserve(fd, size) and False)
+    stream = store.open_write(str(tmp_path / "data"), size=20 * MIB)
+    if (tmp_path / "data").stat().st_blocks * 512 < 20 * MIB:
+        pytest.skip("this filesystem reserves nothing")
+    stream.write(b"x" * 100_000)
+    stream.finish()
+    assert (tmp_path / "data").stat().st_blocks * 512 <= MIB
+
+
+def test_advice_that_is_refused_fails_nothing(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in sandboxes that do not have the call."""
+    refused: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", failing(errno.ENOSYS, refused))
+    stream = store.open_write(str(tmp_path / "data"))
+    for _ in range(4):
+        stream.write(bytes(4 * MIB))
+    assert stream.finish().size == 16 * MIB
+    assert refused
+
+
 def test_no_zeros_are_written_where_nothing_can_be_reserved(
     tmp_path: Path, store: PosixStorage, reserving: None, written: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -10,12 +11,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptlib.storage import PosixStorage, WriteStream
+from ckptlib.errors import ExclusiveCreateError
+from ckptlib.storage import PosixStorage, WriteStream, filesystems, posix
+from ckptlib.storage.examination import examine
 from tests.support.filesystems import small_filesystem
 
 MIB = 1024 * 1024
@@ -232,6 +236,99 @@ def test_a_link_that_was_made_is_made_whatever_its_answer_says(
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(FileExistsError):
         store.create(str(tmp_path / "decision.json"), b"theirs")
+
+
+def test_links_are_counted_past_the_caches(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W4: a client may show the number from before its own link."""
+    link, stat, fresh = os.link, os.stat, set[str]()
+
+    def linked(source: str, target: str) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    def cached(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        found = stat(path, *args, **options)
+        if not str(path).endswith(".tmp") or str(path) in fresh:
+            return found
+        return os.stat_result([*found[:3], 1, *found[4:10]])
+
+    monkeypatch.setattr(os, "link", linked)
+    monkeypatch.setattr(os, "stat", cached)
+    monkeypatch.setattr(filesystems, "refresh", fresh.add)
+    store.create(str(tmp_path / "decision.json"), b"mine")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_hard_links_is_refused_and_the_doctor_says_why(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """W4: as vfat and some in user space; nothing is left."""
+    monkeypatch.setattr(os, "link", _failing_after(os.link, 0, code))
+    with pytest.raises(ExclusiveCreateError, match=r"decision\.json'.*has no hard links") as caught:
+        store.create(str(tmp_path / "decision.json"), b"x")
+    assert (caught.value.errno, everything(tmp_path)) == (code, [])
+    found = {finding.promise: finding for finding in examine(str(tmp_path / "new"), size=1024).findings}
+    exclusive = found["of several that create a file, exactly one succeeds"]
+    assert exclusive.outcome == "unsafe"
+    assert "hard links" in exclusive.detail
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_swap_does_not_wait_for_ever_for_one_who_was_stopped(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the comparison is all."""
+    monkeypatch.setattr(posix, "LOCK_WAIT", 0.05)
+    path = str(tmp_path / "tracker")
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as pool:
+            swapping = pool.submit(lambda: (store.swap(path, None, b"1"), store.swap(path, None, b"2")))
+            try:
+                assert swapping.result(20) == (True, False)
+            finally:
+                fcntl.flock(held, fcntl.LOCK_UN)
+    finally:
+        os.close(held)
+    assert store.get(path) == b"1"
+
+
+def test_a_swap_waits_for_another_one(tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "LOCK_WAIT", 60)
+    path = str(tmp_path / "tracker")
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as pool:
+            swapping = pool.submit(store.swap, path, None, b"1")
+            assert wait([swapping], 0.1).not_done
+            fcntl.flock(held, fcntl.LOCK_UN)
+            assert swapping.result(20)
+    finally:
+        os.close(held)
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_made_in_one_that_may_be_written_and_not_read(
+    tmp_path: Path, store: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_ = os.open
+
+    def opening(path: Any, *args: Any, **options: Any) -> int:
+        if str(path) == str(tmp_path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return open_(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    store.put(str(tmp_path / "run" / "file"), b"x")
+    assert store.get(str(tmp_path / "run" / "file")) == b"x"
 
 
 # --- failing disks ----------------------------------------------------------------------------------------------------
