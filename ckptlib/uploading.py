@@ -13,12 +13,12 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptlib import beats, commit, receipts, removal, roots, trimming
 from ckptlib import storage as st
 from ckptlib.announcing import Announcer
-from ckptlib.errors import CkptError, CopyRefusedError, IntegrityError, SaveAbortedError
+from ckptlib.errors import CkptError, CopyRefusedError, IntegrityError, SaveAbortedError, StorageUnavailableError
 from ckptlib.manifest import Begin, Decision, FileEntry
 from ckptlib.sending import Pace, Place
 from ckptlib.transfer import Transfer
@@ -76,7 +76,8 @@ class UploadReport:
         decision: that of the durable location; None: there is none.
         error: what went wrong.
         again_in: seconds after which it is tried again; None: this is the last word.
-        skipped: the first tier does not have the checkpoint: it was not committed, or replaced.
+        skipped: there is nothing to upload: the checkpoint was aborted, deleted, or replaced.
+        lost: the first tier does not have the checkpoint any more, and nobody has said why.
         sent: bytes that this rank has sent.
         seconds: since the upload began.
     """
@@ -86,6 +87,7 @@ class UploadReport:
     error: str | None = None
     again_in: float | None = None
     skipped: bool = False
+    lost: bool = False
     sent: int = 0
     seconds: float = 0.0
 
@@ -123,17 +125,18 @@ def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadRe
             decision = _upload(job, sent)
             nbytes = sum(entry.size for entry in sent)
             return UploadReport(job.number, decision, sent=nbytes, seconds=time.monotonic() - began)
-        except Exception as error:  # noqa: BLE001 - told, and tried again
-            if _is_gone(job):
+        except Exception as raised:  # noqa: BLE001 - told, and tried again
+            error, fate = _explain(job, raised)
+            if fate == "gone":
                 return UploadReport(job.number, skipped=True)
             text = f"{type(error).__name__}: {error}"
             pause = min(MAX_RETRY_PAUSE, 2.0**tries)
             tries += 1
             log.warning("upload of iteration %d, rank %d: %s", job.begin.iteration, job.rank, text)
             final = isinstance(error, (CopyRefusedError, IntegrityError)) or not isinstance(error, (CkptError, OSError))
-            if final or time.monotonic() - began + pause > job.give_up_after:
+            if final or fate == "lost" or time.monotonic() - began + pause > job.give_up_after:
                 _tell_others(job, text)
-                return UploadReport(job.number, error=text, seconds=time.monotonic() - began)
+                return UploadReport(job.number, error=text, lost=fate == "lost", seconds=time.monotonic() - began)
             tell(UploadReport(job.number, error=text, again_in=pause))
             time.sleep(pause)
 
@@ -165,27 +168,69 @@ def _wait_for_commit(storage: st.Storage, path: str, job: UploadJob) -> None:
 
     Raises:
         SaveAbortedError: it has none, so far.
+        StorageUnavailableError: it is not there itself.
     """
     deadline = time.monotonic() + job.commit_timeout
     pause = _Pauses()
     while not commit.read_save(storage, path, job.begin.save_id).committed:
         if time.monotonic() > deadline:
             raise SaveAbortedError(f"{storage.url(path)}: not committed within {job.commit_timeout:g} s")
-        if _is_gone(job):
-            raise SaveAbortedError(f"{storage.url(path)}: aborted, or replaced")
+        if _fate(job) != "there":
+            raise SaveAbortedError(f"{storage.url(path)}: aborted, replaced, or removed")
         pause.wait()
 
 
-def _is_gone(job: UploadJob) -> bool:
-    """Whether the first tier will not have the checkpoint any more: aborted, replaced, or removed. It had begun."""
+Fate = Literal["there", "gone", "lost"]
+"""Of a checkpoint on the first tier: it may still be uploaded; it need not be; it can not be, and nobody said why."""
+
+
+def _explain(job: UploadJob, error: Exception) -> tuple[Exception, Fate]:
+    """What a try has failed by: what is read of a first tier that is away looks damaged, or as if it had never been."""
     try:
-        storage, path = st.resolve(job.url, job.storage_options)
-        save = commit.read_save(storage, path, job.begin.save_id)
+        return error, _fate(job)
+    except StorageUnavailableError as away:
+        return away, "there"
     except Exception:  # noqa: BLE001 - nobody can tell
-        return False
+        return error, "there"
+
+
+def _fate(job: UploadJob) -> Fate:
+    """What has become of a checkpoint that has begun on the first tier.
+
+    Raises:
+        StorageUnavailableError: the first tier is away: what is not seen there may still be there.
+        OSError, CkptError: a storage failed.
+    """
+    storage, path = st.resolve(job.url, job.storage_options)
+    _, root = st.resolve(job.root, job.storage_options)
+    save = commit.read_save(storage, path, job.begin.save_id)
+    if save.begin is None and save.damage is None and not save.tombstoned:
+        if roots.read_identity(storage, root) is None:
+            raise StorageUnavailableError(f"{job.root}: the first tier is not there; is it mounted?")
+        save = commit.read_save(storage, path, job.begin.save_id)  # it may have come back just before
     if save.tombstoned or (save.decision is not None and save.decision.outcome != "commit"):
+        return "gone"
+    if save.begin is not None or save.damage is not None:
+        return "there"
+    return "gone" if _is_replaced(storage, root, path, job.begin) or _is_settled(job) else "lost"
+
+
+def _is_replaced(storage: st.Storage, root: str, path: str, begin: Begin) -> bool:
+    """Whether a newer checkpoint of the first tier has taken the place of this one."""
+    if any(save.committed and save.save_id > begin.save_id for save in commit.list_saves(storage, path)):
         return True
-    return save.begin is None and save.damage is None
+    if begin.kind != "non_persistent_global":
+        return False
+    order = (*roots.order_of(begin.save_id, begin.iteration), begin.save_id)
+    return any(each.state == "committed" and each.order > order for each in roots.scan_non_persistent(storage, root))
+
+
+def _is_settled(job: UploadJob) -> bool:
+    """Whether the durable location has the checkpoint, or has had it: what is durable may leave the first tier."""
+    target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
+    path = roots.iteration_path(root, job.begin.iteration, job.begin.kind)
+    save = commit.read_save(target, path, job.begin.save_id)
+    return save.tombstoned or save.decision is not None
 
 
 def _tell_others(job: UploadJob, reason: str) -> None:

@@ -129,7 +129,8 @@ class Uploads:
         if report.error is not None:
             then = "given up" if report.again_in is None else f"tried again in {report.again_in:g} s"
             text = f"iteration {begin.iteration} to {self._durable.url}, {then}: {report.error}"
-            emit(self._on_event, Notice("upload_failed", text, {**what, "again_in": report.again_in}))
+            name = "upload_lost" if report.lost else "upload_failed"
+            emit(self._on_event, Notice(name, text, {**what, "again_in": report.again_in}))
             if report.is_last:
                 self._given_up.add(begin.save_id)
             return

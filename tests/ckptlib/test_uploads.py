@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -244,6 +245,62 @@ def test_what_is_not_durable_at_a_drain_is_told_and_goes_on(tiers: Tiers) -> Non
         assert states(tiers.first) == {"iter_0000001": ["committed"]}
         assert checkpointer.drain(60)
     assert states(tiers.durable) == {"iter_0000001": ["committed"]}
+
+
+def at_the_first_upload(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Has something happen between the commit on the first tier and the first byte that is uploaded."""
+    between, acts = Transfer.between, [act]
+
+    def then_between(*args: Any) -> Transfer:
+        if acts:
+            acts.pop()()
+        return between(*args)
+
+    monkeypatch.setattr(Transfer, "between", then_between)
+
+
+@pytest.mark.parametrize(
+    ("removed", "notice"), [("", "upload_failed"), ("iter_0000001", "upload_lost")], ids=["first tier", "checkpoint"]
+)
+def test_what_went_before_it_was_durable_is_told_and_never_taken_for_uploaded(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, removed: str, notice: str
+) -> None:
+    told = Told()
+    at_the_first_upload(monkeypatch, lambda: shutil.rmtree(tiers.first / removed))
+    with tiers.open(told, give_up_after=0.0) as checkpointer:
+        checkpointer.save(state(1), iteration=1)
+        assert not checkpointer.drain(60)
+    assert [each.name for each in told.notices if each.name.startswith("upload")] == [notice]
+    assert "iteration 1 " in told.named(notice)[0].message
+    assert newest(tiers.durable) is None
+
+
+def test_a_first_tier_that_comes_back_is_uploaded_from(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = Told()
+    at_the_first_upload(monkeypatch, lambda: tiers.first.rename(tmp_path / "away"))
+    with tiers.open(told) as checkpointer:
+        checkpointer.save(state(1), iteration=1)
+        wait_until(lambda: bool(checkpointer.poll() or told.named("upload_failed")))
+        (tmp_path / "away").rename(tiers.first)
+        assert checkpointer.drain(60)
+    assert "the first tier is not there" in told.named("upload_failed")[0].message
+    assert newest(tiers.durable) == (1, 1)
+
+
+def test_a_non_persistent_checkpoint_that_a_newer_one_took_the_place_of_is_not_uploaded(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, saved = Told(), threading.Event()
+    at_the_first_upload(monkeypatch, lambda: saved.wait(60))
+    with tiers.open(told, kinds=("non_persistent_global",)) as checkpointer:
+        for iteration in (1, 2):
+            checkpointer.save(state(iteration), iteration=iteration, kind="non_persistent_global")
+        saved.set()
+        assert checkpointer.drain(60)
+    assert [each.name for each in told.notices if each.name.startswith("upload")] == ["uploaded"]
+    assert states(tiers.durable) == {"non_persistent/iter_0000002": ["committed"]}
 
 
 def test_only_the_chosen_kinds_are_uploaded(tiers: Tiers) -> None:
