@@ -101,12 +101,11 @@ class Lfs:
     def _ask(self, *arguments: str, warns: bool = False) -> str | None:
         """What ``lfs`` prints; None: it failed, or was not asked because the time is over."""
         try:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"not asked: the {TIMEOUT:g} s for all of it are over")
             done = subprocess.run(
-                ["lfs", *arguments],
-                capture_output=True,
-                text=True,
-                timeout=max(0.0, self._deadline - time.monotonic()),
-                stdin=subprocess.DEVNULL,
+                ["lfs", *arguments], capture_output=True, text=True, timeout=left, stdin=subprocess.DEVNULL
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             why = str(error)
