@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +10,7 @@ from ckptlib import commit, roots
 from ckptlib import storage as st
 from ckptlib.errors import CkptError
 from ckptlib.events import AttemptEvent, CommitEvent, CommitListener
-from ckptlib.manifest import Begin, Decision
+from ckptlib.manifest import Begin, Decision, Manifest
 from ckptlib.topology import Topology
 
 log = logging.getLogger("ckptlib")
@@ -67,11 +68,23 @@ class Announcer:
         return event
 
     def commit_event(
-        self, identity: roots.RootIdentity, path: str, save_id: str, decision: Decision
+        self,
+        identity: roots.RootIdentity,
+        path: str,
+        save_id: str,
+        decision: Decision,
+        manifest_bytes: bytes | None = None,
     ) -> CommitEvent | None:
-        """What listeners are told of a commit, read back from storage; None when that fails."""
+        """What listeners are told of a commit, read back from storage; None when that fails.
+
+        Args:
+            manifest_bytes: those that the decision names, where they are known: then nothing is read.
+        """
         try:
-            manifest = commit.read_manifest(self._storage, path, commit.read_save(self._storage, path, save_id))
+            if manifest_bytes is not None and hashlib.sha256(manifest_bytes).hexdigest() == decision.manifest_sha256:
+                manifest = Manifest.decode(manifest_bytes, commit.manifest_url(self._storage, path, save_id))
+            else:
+                manifest = commit.read_manifest(self._storage, path, commit.read_save(self._storage, path, save_id))
         except (OSError, CkptError):
             log.exception("%s: committed; reading it back failed", self._storage.url(path))
             return None

@@ -6,7 +6,9 @@ tier was lost; listeners hear of what is durable; a restore takes the newest che
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +77,42 @@ def check_reach(first: Tier, durable: Tier, worker: str) -> None:
             )
 
 
+class Fence:
+    """Asks for the newest attempt, without a save waiting long for a storage that takes requests and does not answer.
+
+    Attributes:
+        patience: seconds that an answer is waited for.
+    """
+
+    def __init__(self, patience: float = 10.0) -> None:
+        self.patience = patience
+        self._late: Future[int] | None = None
+
+    def ask(self, question: Callable[[], int]) -> int:
+        """The answer. While one that came too late has not come yet, nothing is asked.
+
+        Raises:
+            TimeoutError: there is none in time.
+            Exception: what the question raises.
+        """
+        if self._late is not None and not self._late.done():
+            raise TimeoutError("an earlier question has not been answered yet")
+        answer: Future[int] = Future()
+        threading.Thread(target=_answer, args=(question, answer), name="ckptlib-fence", daemon=True).start()
+        wait([answer], self.patience)
+        if not answer.done():
+            self._late = answer
+            raise TimeoutError(f"no answer within {self.patience:g} s")
+        return answer.result()
+
+
+def _answer(question: Callable[[], int], answer: Future[int]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:  # noqa: BLE001 - raised where it was asked
+        answer.set_exception(error)
+
+
 @dataclass(frozen=True)
 class Locations:
     """The locations of a run.
@@ -87,6 +125,7 @@ class Locations:
     first: Tier
     durable: Tier | None
     on_event: NoticeHandler | None
+    fence: Fence = field(default_factory=Fence)
 
     @property
     def home(self) -> Tier:
@@ -99,7 +138,7 @@ class Locations:
         if self.durable is None:
             return newest
         try:
-            return max(newest, self.durable.newest_attempt())
+            return max(newest, self.fence.ask(self.durable.newest_attempt))
         except OSError as error:
             emit(self.on_event, Notice("fence_unanswered", f"{self.durable.url}: {error}"))
             return newest

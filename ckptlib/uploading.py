@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptlib import beats, commit, receipts, removal, roots, trimming
@@ -56,9 +56,9 @@ class UploadJob:
     world_size: int
     url: str
     root: str
-    storage_options: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None = field(repr=False)
     target: str
-    target_options: Mapping[str, Any] | None
+    target_options: Mapping[str, Any] | None = field(repr=False)
     single_writer: bool
     moves_tracker: bool
     commit_timeout: float
@@ -74,6 +74,7 @@ class UploadReport:
 
     Attributes:
         decision: that of the durable location; None: there is none.
+        manifest: what it commits, from rank 0: nobody who tells of it has to read it back.
         error: what went wrong.
         again_in: seconds after which it is tried again; None: this is the last word.
         skipped: there is nothing to upload: the checkpoint was aborted, deleted, or replaced.
@@ -84,6 +85,7 @@ class UploadReport:
 
     number: int
     decision: Decision | None = None
+    manifest: bytes | None = field(default=None, repr=False)
     error: str | None = None
     again_in: float | None = None
     skipped: bool = False
@@ -122,9 +124,9 @@ def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadRe
     while True:
         sent: list[FileEntry] = []
         try:
-            decision = _upload(job, sent)
+            decision, manifest = _upload(job, sent)
             nbytes = sum(entry.size for entry in sent)
-            return UploadReport(job.number, decision, sent=nbytes, seconds=time.monotonic() - began)
+            return UploadReport(job.number, decision, manifest, sent=nbytes, seconds=time.monotonic() - began)
         except Exception as raised:  # noqa: BLE001 - told, and tried again
             error, fate = _explain(job, raised)
             if fate == "gone":
@@ -141,7 +143,7 @@ def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadRe
             time.sleep(pause)
 
 
-def _upload(job: UploadJob, sent: list[FileEntry]) -> Decision:
+def _upload(job: UploadJob, sent: list[FileEntry]) -> tuple[Decision, bytes | None]:
     storage, path = st.resolve(job.url, job.storage_options)
     _wait_for_commit(storage, path, job)
     target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
@@ -158,9 +160,10 @@ def _upload(job: UploadJob, sent: list[FileEntry]) -> Decision:
             decision = _send_following(transfer, job, mine, sent, pulse)
     finally:
         pulse.stop()
-    if job.rank == 0:
-        _follow_up(storage, target, root, job)
-    return decision
+    if job.rank != 0:
+        return decision, None
+    _follow_up(storage, target, root, job)
+    return decision, transfer.manifest_bytes
 
 
 def _wait_for_commit(storage: st.Storage, path: str, job: UploadJob) -> None:

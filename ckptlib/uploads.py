@@ -139,7 +139,9 @@ class Uploads:
         text = f"iteration {begin.iteration} is durable at {self._durable.url} after {report.seconds:.1f} s"
         emit(self._on_event, Notice("uploaded", text, {**what, "bytes": report.sent, "seconds": report.seconds}))
         path = roots.iteration_path(self._durable.root, begin.iteration, begin.kind)
-        event = self._announcer.commit_event(self._opened.durable, path, begin.save_id, report.decision)
+        event = self._announcer.commit_event(
+            self._opened.durable, path, begin.save_id, report.decision, report.manifest
+        )
         if event is not None:
             if begin.attempt == self._opened.attempt.number:
                 self._announcer.announce(

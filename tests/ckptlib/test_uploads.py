@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptlib
-from ckptlib import AsyncOptions, Checkpointer, UploadOptions, commit, removal, roots, storage, trimming
+from ckptlib import AsyncOptions, Checkpointer, UploadOptions, commit, locations, removal, roots, storage, trimming
 from ckptlib.errors import (
     BackgroundSaveError,
     FencedError,
@@ -31,8 +31,11 @@ from ckptlib.errors import (
     UnsupportedError,
 )
 from ckptlib.events import AttemptEvent, CommitEvent, Notice, ResumeChoice
+from ckptlib.manifest import Begin
 from ckptlib.sharding import ShardedTensor
 from ckptlib.transfer import Transfer
+from ckptlib.uploading import UploadJob
+from ckptlib.workshop import Upload
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import newest, states, tracker
 from tests.support.s3_server import S3Server
@@ -644,6 +647,44 @@ def test_a_fence_that_does_not_answer_is_told_and_fails_no_save(tiers: Tiers, mo
         assert checkpointer.drain(60)
 
 
+def test_a_durable_location_that_never_answers_holds_no_save_and_nothing_is_read_back_from_it(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, answers = Told(), threading.Event()
+    with tiers.open(told) as checkpointer:
+        durable = checkpointer._places.durable
+        assert durable is not None
+        checkpointer._places.fence.patience = 0.01
+
+        def hang(path: str) -> Any:
+            answers.wait()
+            raise OSError("it is over")
+
+        for name in ("list", "get"):
+            monkeypatch.setattr(durable.storage, name, hang)
+        for iteration in (1, 2):
+            checkpointer.save(state(iteration), iteration=iteration)
+        assert checkpointer.drain(60)
+        answers.set()
+    messages = [notice.message for notice in told.named("fence_unanswered")]
+    assert ["no answer within" in messages[0], "an earlier question" in messages[1]] == [True, True]
+    assert told.commits == [(str(tiers.durable), 1), (str(tiers.durable), 2)]
+
+
+def test_a_fence_that_was_late_is_asked_again_when_it_has_answered() -> None:
+    fence, answers = locations.Fence(patience=0.0), threading.Event()
+    with pytest.raises(TimeoutError, match="no answer"):
+        fence.ask(lambda: int(answers.wait()))
+    with pytest.raises(TimeoutError, match="an earlier question"):
+        fence.ask(lambda: pytest.fail("was asked"))
+    fence.patience = 60.0
+    late = fence._late
+    answers.set()
+    assert late is not None
+    assert late.result(60) == 1
+    assert fence.ask(lambda: 7) == 7
+
+
 def test_a_first_tier_of_another_root_is_refused(tiers: Tiers, tmp_path: Path) -> None:
     for root in (tiers.first, tiers.durable):
         with Checkpointer(str(root), run="r"):
@@ -683,3 +724,27 @@ def test_options_out_of_their_range(options: dict[str, Any]) -> None:
 
 def test_credentials_are_not_shown() -> None:
     assert "secret" not in repr(UploadOptions("s3://bucket/run", storage_options={"secret": "secret"}))
+    job = _job(
+        Begin("000001-0-0", "r", 1, "a", 5, 1, "0" * 64),
+        storage_options={"a": "secret"},
+        target_options={"b": "secret"},
+    )
+    assert "secret" not in repr(Upload(job))
+
+
+def _job(begin: Begin, first: str = "/first", durable: str = "/durable", **options: Any) -> UploadJob:
+    """One rank's part in an upload, as `Uploads` makes it."""
+    rest: dict[str, Any] = {"storage_options": None, "target_options": None, "rank": 0, "world_size": 1, **options}
+    return UploadJob(
+        number=1,
+        begin=begin,
+        url=roots.iteration_path(first, begin.iteration, begin.kind),
+        root=first,
+        target=durable,
+        single_writer=False,
+        moves_tracker=True,
+        commit_timeout=60.0,
+        keep=None,
+        limit=None,
+        **{"give_up_after": 60.0, **rest},
+    )
