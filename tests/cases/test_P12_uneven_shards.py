@@ -30,21 +30,24 @@ def save(rank: int, url: str, world: int) -> int:
     return int(placed(world, SIX, ONE)["six"].to_local().numel())
 
 
-def load(rank: int, url: str, world: int) -> int:
-    target: dict[str, Any] = placed(world, torch.zeros_like(SIX), torch.zeros_like(ONE))
-    report = ckptlib.load(target, url)
-    for name, wanted in placed(world, SIX, ONE).items():
-        assert torch.equal(target[name].to_local(), wanted.to_local())
-    return report.bytes_read
+def load(rank: int, urls: list[str], world: int) -> list[int]:
+    read = []
+    for url in urls:
+        target: dict[str, Any] = placed(world, torch.zeros_like(SIX), torch.zeros_like(ONE))
+        read.append(ckptlib.load(target, url).bytes_read)
+        for name, wanted in placed(world, SIX, ONE).items():
+            assert torch.equal(target[name].to_local(), wanted.to_local())
+    return read
 
 
 @pytest.mark.timeout(300)
 def test_p12_six_rows_on_four_ranks_and_one_row_on_two_are_loaded_by_three(tmp_path: Path) -> None:
-    for world in (4, 2):
-        url = str(tmp_path / str(world))
-        shards = run_ranks(world, save, url, world)
-        assert shards == ([4, 4, 4, 0] if world == 4 else [6, 6])
-        assert sum(run_ranks(3, load, url, 3)) == 4 * (SIX.numel() + ONE.numel())
+    four, two = urls = [str(tmp_path / world) for world in ("four", "two")]
+    assert run_ranks(4, save, four, 4) == [4, 4, 4, 0]
+    assert run_ranks(2, save, two, 2) == [6, 6]
+    for read in zip(*run_ranks(3, load, urls, 3), strict=True):
+        assert sum(read) == 4 * (SIX.numel() + ONE.numel())
+    for url in urls:
         found = ckptlib.read(url)
         assert torch.equal(found["six"], SIX)
         assert torch.equal(found["one"], ONE)

@@ -452,7 +452,7 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("whom", ["itself", "its process group"])
+@pytest.mark.parametrize("whom", [pytest.param("itself", marks=pytest.mark.deep), "its process group"])
 def test_p17_a_trainer_that_is_killed_after_staging_loses_nothing(root: str, whom: str) -> None:
     """P17 (KempnerForge#102), W7: the worker finishes, commits, moves the tracker and ends; no memory has a name."""
     shared = shared_segments()

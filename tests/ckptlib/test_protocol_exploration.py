@@ -41,7 +41,7 @@ EXHAUSTIVE = None
         pytest.param(scenarios.REPLACEMENT, 1, id="replacement"),
         pytest.param(scenarios.WATCHED_REPLACEMENT, EXHAUSTIVE, id="watched replacement"),
         pytest.param(scenarios.ADOPTED_REPLACEMENT, 2, id="adopted replacement"),
-        pytest.param(scenarios.REPLACED_WHILE_ADOPTED, 2, id="replaced while adopted"),
+        pytest.param(scenarios.REPLACED_WHILE_ADOPTED, 1, id="replaced while adopted"),
         pytest.param(scenarios.SIMULTANEOUS_START, 1, id="simultaneous start"),
     ],
 )

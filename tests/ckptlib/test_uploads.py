@@ -150,6 +150,7 @@ def _save_and_die(rank: int, tiers: Tiers) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.deep
 def test_what_a_dead_worker_did_not_upload_the_next_attempt_does(tiers: Tiers) -> None:
     """W8: nothing of it is undecided, so it is not aborted."""
     (outcome,) = try_ranks(1, _save_and_die_with_the_worker, tiers)
