@@ -279,25 +279,25 @@ def test_a_short_read_is_an_error(place: Place, ranges: list[tuple[int, int]]) -
         place.store.read_into(place("data"), [(at, memoryview(bytearray(length))) for at, length in ranges])
 
 
-@pytest.mark.parametrize("window", [1, 5_000, 1 << 24])
 @pytest.mark.parametrize(
     ("offset", "stride", "shape"), [(0, 100, (90, 100)), (4_097, 30, (150, 7)), (3, 4_000, (2, 1))]
 )
 def test_rows_of_a_table_are_read_whatever_lies_between_them(
-    place: Place, monkeypatch: pytest.MonkeyPatch, window: int, offset: int, stride: int, shape: tuple[int, int]
+    place: Place, monkeypatch: pytest.MonkeyPatch, offset: int, stride: int, shape: tuple[int, int]
 ) -> None:
     """R3: from pages or from a request each, into rows that are themselves far apart; a short file is an error."""
-    monkeypatch.setattr("ckptlib.storage.posix_read.WINDOW_BYTES", window)
     content = np.frombuffer(os.urandom(10_000), np.uint8)
     place.store.put(place("data"), content.tobytes())
-    memory = np.zeros((shape[0], shape[1] + 5), np.uint8)
-    place.store.read_rows(place("data"), offset, stride, memory[:, 2 : 2 + shape[1]])
-    for i, row in enumerate(memory):
-        at = offset + i * stride
-        assert bytes(row) == b"\0\0" + content[at : at + shape[1]].tobytes() + b"\0\0\0"
     place.store.put(place("short"), content[: offset + (shape[0] - 1) * stride + shape[1] - 1].tobytes())
-    with pytest.raises(OSError, match="short"):
-        place.store.read_rows(place("short"), offset, stride, memory[:, : shape[1]])
+    for window in (1, 5_000, 1 << 24) if isinstance(place.store, PosixStorage) else (1,):  # of pages
+        monkeypatch.setattr("ckptlib.storage.posix_read.WINDOW_BYTES", window)
+        memory = np.zeros((shape[0], shape[1] + 5), np.uint8)
+        place.store.read_rows(place("data"), offset, stride, memory[:, 2 : 2 + shape[1]])
+        for i, row in enumerate(memory):
+            at = offset + i * stride
+            assert bytes(row) == b"\0\0" + content[at : at + shape[1]].tobytes() + b"\0\0\0"
+        with pytest.raises(OSError, match="short"):
+            place.store.read_rows(place("short"), offset, stride, memory[:, : shape[1]])
 
 
 def test_rows_are_read_where_a_file_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
