@@ -70,6 +70,5 @@ class ReadAhead:
                 yield start, block
                 free.append(buffer)
         finally:
-            for _, _, _, reading in pending:
-                reading.cancel()
-            wait([reading for _, _, _, reading in pending])
+            # Of one that the pool cancelled when it was closed nobody ever tells: only the others are waited for.
+            wait([reading for _, _, _, reading in pending if not reading.cancel()])

@@ -146,9 +146,10 @@ def test_a_plan_says_what_goes_and_what_stays_and_nothing_happens_before_it_is_a
 def test_a_sign_of_life_keeps_an_upload_however_old(place: Uploads) -> None:
     begin = place.begin(1)
     path = place.upload_of(begin.save_id)
+    (upload,) = place.store.unfinished(place.root)
     time.sleep(1.5)  # the store's clock has whole seconds
     beats.announce(place.store, place.directory(), begin, 0, 10, os.getpid())
-    plan = orphans.plan_by_age(place.store, place.root, older_than=1.0)
+    plan = orphans.plan_by_age(place.store, place.root, older_than=HOUR, now=upload.started + HOUR + 0.25)
     assert [orphan.upload.path for orphan in plan.keep] == [path]
     assert "sign of life" in plan.keep[0].reason
 
