@@ -61,15 +61,15 @@ def plan_cleanup(catalog: Catalog, *, older_than: float, run: str | None = None)
     return CleanupPlan(tuple(plans), tuple(problems))
 
 
-def apply_cleanup(plan: CleanupPlan) -> tuple[str, ...]:
+def apply_cleanup(plan: CleanupPlan) -> dict[str, str]:
     """Discards what the plan says. Twice is no error.
 
     Returns:
-        What could not be discarded, and why; one sentence each.
+        What could not be discarded, by path, and why; one sentence each.
     """
-    left: list[str] = []
+    left: dict[str, str] = {}
     for root in plan.roots:
         if root.discard:
             storage, _ = st.resolve(root.url)
-            left += [f"{storage.url(path)}: {error}" for path, error in orphans.apply(storage, root).items()]
-    return tuple(left)
+            left |= {path: f"{storage.url(path)}: {error}" for path, error in orphans.apply(storage, root).items()}
+    return left

@@ -10,6 +10,7 @@ from prefect.states import Completed, Failed
 
 from catalog.catalog import Catalog
 from catalog.cleanup import apply_cleanup, plan_cleanup
+from flows.drain import PARTLY
 from flows.process import die_with_runner
 from flows.settings import FlowsSettings
 
@@ -28,8 +29,8 @@ def cleanup(run: str | None = None, dry_run: bool = False) -> State[None]:
     settings = FlowsSettings()
     with Catalog(settings.db) as catalog:
         plan = plan_cleanup(catalog, older_than=settings.orphan_age, run=run)
-    problems = plan.problems if dry_run else (*plan.problems, *apply_cleanup(plan))
+    problems = [*plan.problems, *({} if dry_run else apply_cleanup(plan)).values()]
     for problem in problems:
         log.warning("%s", problem)
     message = "; ".join([f"{plan}{' (nothing discarded: dry run)' if dry_run else ''}", *problems[:3]])
-    return Failed(message=message) if problems else Completed(message=message)
+    return Failed(message=message, name=PARTLY) if problems else Completed(message=message)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from catalog.cli import text
+from catalog.cli import lookup, text
 from catalog.cli.columns import column, state
 from catalog.cli.context import Cli
 from catalog.cli.exits import Ended, ExitCode
@@ -69,10 +69,16 @@ class OrphanView:
     reason: str = column("REASON", prose=True)
 
     @classmethod
-    def of(cls, orphans: Sequence[Orphan], action: str) -> list[OrphanView]:
-        """The views of a part of a plan."""
+    def of(cls, orphans: Sequence[Orphan], action: str, left: Collection[str] = ()) -> list[OrphanView]:
+        """The views of a part of a plan; of those in `left` it could not be done."""
         return [
-            cls(action, o.upload.path, o.save_id, datetime.fromtimestamp(o.upload.started, UTC), o.reason)
+            cls(
+                "failed" if o.upload.path in left else action,
+                o.upload.path,
+                o.save_id,
+                datetime.fromtimestamp(o.upload.started, UTC),
+                o.reason,
+            )
             for o in orphans
         ]
 
@@ -148,6 +154,7 @@ def run_verify_pending(
     """Verify everything that waits: through the API if the flows are served, else in this process."""
     cli = Cli.of(ctx)
     settings = _settings()
+    _require_run(cli, run)
     if not here and _submitted(cli, settings, find("verify-pending"), {"run": run}, wait=wait):
         return
     from flows.drain import drain, verify_one
@@ -198,16 +205,17 @@ def run_cleanup(
 
     cli = Cli.of(ctx)
     settings = _settings()
+    _require_run(cli, run)
     parameters = {"run": run, "dry_run": dry_run}
     # A dry run shows the plan itself, not only how much it is.
     if not (here or dry_run) and _submitted(cli, settings, find("cleanup"), parameters, wait=wait):
         return
     with cli.catalog() as catalog:
         plan = plan_cleanup(catalog, older_than=settings.orphan_age, run=run)
-    problems = plan.problems if dry_run else (*plan.problems, *apply_cleanup(plan))
-    cli.output.rows(OrphanView, [*OrphanView.of(plan.discard, "discard"), *OrphanView.of(plan.keep, "keep")])
+    left = {} if dry_run else apply_cleanup(plan)
+    cli.output.rows(OrphanView, [*OrphanView.of(plan.discard, "discard", left), *OrphanView.of(plan.keep, "keep")])
     cli.output.note(f"{plan}{' (nothing discarded: dry run)' if dry_run else ''}")
-    if problems:
+    if problems := [*plan.problems, *left.values()]:
         raise Ended(ExitCode.PARTLY_DONE, "; ".join(problems))
 
 
@@ -250,6 +258,13 @@ def _settings(**given: Any) -> FlowsSettings:
         raise typer.BadParameter(f"settings of the flows (CKPT_FLOWS_...): {_first(error)}") from error
 
 
+def _require_run(cli: Cli, run: str | None) -> None:
+    """Raises: CatalogError: the catalog has no run of this name."""
+    if run is not None:
+        with cli.catalog() as catalog:
+            lookup.require_run(catalog, run)
+
+
 def _request(checkpoint: str, runs: list[str], *, save_id: str | None, level: str) -> VerifyRequest:
     from pydantic import ValidationError
 
@@ -288,8 +303,7 @@ def _submitted(
 
     done = submit(settings, running, spec.name, parameters, wait=wait)
     cli.output.document(FlowRunView(done.name, done.state, done.message, done.url, done.id))
-    if done.state == "Corrupt":
-        raise Ended(ExitCode.INTEGRITY_FAILURE, done.message)
+    _end(done.state, done.message)
     if wait and done.state != "Completed":
         raise Ended(ExitCode.ERROR, f"flow run {done.name} ended as {done.state}: {done.message}")
     return True
@@ -298,9 +312,16 @@ def _submitted(
 def _conclude(cli: Cli, summary: Summary) -> None:
     views = [OutcomeView(o.name, o.save_id, o.result, o.bytes_read, o.seconds, o.detail) for o in summary.outcomes]
     cli.output.rows(OutcomeView, views)
-    if summary.of("corrupt"):
-        raise Ended(ExitCode.INTEGRITY_FAILURE, str(summary))
-    if summary.of("unreadable", "unverifiable", "failed", "lost"):
-        raise Ended(ExitCode.PARTLY_DONE, str(summary))
+    _end(summary.ending, str(summary))
     if not views:
         cli.output.note("Nothing is pending.")
+
+
+def _end(ending: str, reason: str) -> None:
+    """Ends as a run did, wherever it ran; returns where all is well."""
+    from flows.drain import CORRUPT, PARTLY
+
+    if ending == CORRUPT:
+        raise Ended(ExitCode.INTEGRITY_FAILURE, reason)
+    if ending == PARTLY:
+        raise Ended(ExitCode.PARTLY_DONE, reason)

@@ -29,6 +29,9 @@ Result = Literal["verified", "corrupt", "unreadable", "unverifiable", "checked",
 that grants nothing (V3), or less than it needs. `lost`: somebody else took the lease over, the verdict is theirs.
 `failed`: an error of ours; nothing is known about the bytes."""
 
+CORRUPT, PARTLY = "Corrupt", "Partly"
+"""How a run ends that found something corrupt, or could not do all of its work: names of its state, and exit codes."""
+
 _POLL = 1.0
 """Seconds between two looks at an empty queue while lingering."""
 
@@ -55,6 +58,13 @@ class Summary:
     def of(self, *results: Result) -> list[Outcome]:
         """The outcomes with one of these results."""
         return [outcome for outcome in self.outcomes if outcome.result in results]
+
+    @property
+    def ending(self) -> str:
+        """`CORRUPT`, `PARTLY`, or empty where all that waited was judged and is well."""
+        if self.of("corrupt"):
+            return CORRUPT
+        return PARTLY if self.of("unreadable", "unverifiable", "failed", "lost") else ""
 
     def __str__(self) -> str:
         """For people: counts, and the name of everything that is not well."""

@@ -67,6 +67,5 @@ def verify(request: VerifyRequest) -> State[None]:
 
 def conclude(summary: Summary) -> State[None]:
     """The state that a run ends in: a corrupt checkpoint is a result, an error of ours is a failure."""
-    if summary.of("failed"):
-        return Failed(message=str(summary))
-    return Completed(message=str(summary), name="Corrupt" if summary.of("corrupt") else "Completed")
+    state = Failed if summary.of("failed") else Completed
+    return state(message=str(summary), name=summary.ending or "Completed")

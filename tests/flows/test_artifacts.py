@@ -99,15 +99,17 @@ def test_flow_run_with_a_corrupt_checkpoint_ends_well_and_shows_it_one_with_our_
             "fine": [fine],
             "corrupt": [fine, corrupt],
             "away": [away, fine],
-            "ours": [ours, corrupt],
+            "ours": [ours, fine],
+            "both": [ours, corrupt],
         }.items()
     }
     assert {name: (found.type.value, found.name) for name, found in states.items()} == {
         "nothing": ("COMPLETED", "Completed"),
         "fine": ("COMPLETED", "Completed"),
         "corrupt": ("COMPLETED", "Corrupt"),
-        "away": ("COMPLETED", "Completed"),
-        "ours": ("FAILED", "Failed"),
+        "away": ("COMPLETED", "Partly"),
+        "ours": ("FAILED", "Partly"),
+        "both": ("FAILED", "Corrupt"),
     }
     assert states["corrupt"].message == "1 corrupt, 1 verified; run@1 corrupt: x.distcp: digest"
     assert "run@2 unreadable: timeout" in str(states["away"].message)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from catalog.cli.main import app
-from flows import state
+from flows import state, submit
 from flows.catalogue import DEPLOYMENTS
+from flows.submit import Submitted
 from tests.flows.workshop import Workshop, flip_a_byte
 
 
@@ -114,9 +115,12 @@ def test_a_level_that_grants_nothing_leaves_the_verdict(ckpt: Ckpt, workshop: Wo
         (("verify", "run@1", "--level", "deep"), 2, "level"),
         (("verify", "run@7"), 1, "iteration 7"),
         (("verify", "nobody@1"), 1, "nobody"),
+        (("verify-pending", "--run", "nobody"), 1, "no run 'nobody'"),
+        (("cleanup", "--run", "nobody"), 1, "no run 'nobody'"),
+        (("cleanup", "-n", "--run", "rum"), 1, "Did you mean 'run'"),
     ],
 )
-def test_what_does_not_name_a_checkpoint_is_an_error_that_says_so(
+def test_what_names_nothing_in_the_catalog_is_an_error_that_says_so(
     ckpt: Ckpt, workshop: Workshop, args: tuple[str, ...], code: int, named: str
 ) -> None:
     workshop.save(1)
@@ -138,3 +142,20 @@ def test_serving_without_a_catalog_ends_at_once_with_exit_code_10(
     ended = ckpt("flows", "serve")
     assert ended.code == 10
     assert "ckpt init" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("state_name", "code"), [("Completed", 0), ("Partly", 3), ("Corrupt", 20), ("Failed", 1), ("Crashed", 1)]
+)
+def test_a_run_through_the_api_ends_with_the_exit_code_that_it_would_have_here(
+    ckpt: Ckpt, workshop: Workshop, monkeypatch: pytest.MonkeyPatch, state_name: str, code: int
+) -> None:
+    def submitted(*args: object, **options: object) -> Submitted:
+        return Submitted("id", "run-1", state_name, "what became of it", "http://127.0.0.1/runs/id")
+
+    monkeypatch.setattr(submit, "submit", submitted)
+    with state.exclusive(workshop.path / "state"):
+        state.ServeState(1, "http://127.0.0.1:4200/api", "db", 0.0).write(workshop.path / "state")
+        ended = ckpt("flows", "run", "cleanup", "-o", "json")
+    assert (ended.code, json.loads(ended.out)["state"]) == (code, state_name)
+    assert code == 0 or "what became of it" in ended.err
