@@ -275,10 +275,29 @@ def publish_record(storage: st.Storage, path: str, record: RankRecord) -> None:
     storage.create(st.join(save_dir(path, record.save_id), record_name(record.rank)), record.encode())
 
 
-def publish_failure(storage: st.Storage, path: str, save_id: str, rank: int, reason: str) -> None:
-    """Says that this rank will never record its part: whoever waits for it need not."""
+def publish_failure(
+    storage: st.Storage, path: str, save_id: str, rank: int, reason: str, *, attempt_id: str | None = None
+) -> None:
+    """Says that this rank will never record its part: whoever waits for it need not.
+
+    Args:
+        attempt_id: whose try at a copy has failed; another attempt may try again.
+    """
     body = {"save_id": save_id, "rank": rank, "reason": reason}
-    storage.put(st.join(save_dir(path, save_id), failure_name(rank)), records.encode("failure", body))
+    by = {} if attempt_id is None else {"attempt_id": attempt_id}
+    storage.put(st.join(save_dir(path, save_id), failure_name(rank)), records.encode("failure", {**body, **by}))
+
+
+def failed_attempt(storage: st.Storage, path: str, save_id: str, rank: int) -> str | None:
+    """The attempt of which a rank has failed at a copy of this save; None: none, or nobody can tell."""
+    where = st.join(save_dir(path, save_id), failure_name(rank))
+    data = get_or_none(storage, where)
+    try:
+        attempt_id = None if data is None else records.decode("failure", data, storage.url(where)).get("attempt_id")
+    except RecordError as error:
+        log.warning("failure does not count: %s", error)
+        return None
+    return None if attempt_id is None else str(attempt_id)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class UploadJob:
     Attributes:
         number: counts the jobs of a trainer.
         begin: of the save.
+        attempt_id: who uploads.
         rank, world_size: of this job; it may have more or fewer ranks than the one that has saved.
         url, root, storage_options: its iteration directory on the first tier, the root there.
         target, target_options, single_writer: the root at the durable location.
@@ -52,6 +53,7 @@ class UploadJob:
 
     number: int
     begin: Begin
+    attempt_id: str
     rank: int
     world_size: int
     url: str
@@ -119,31 +121,70 @@ def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadRe
     Returns:
         The last word.
     """
-    began = time.monotonic()
-    tries = 0
-    while True:
-        sent: list[FileEntry] = []
+    run = UploadRun(job)
+    while not (report := run.attempt()).is_last:
+        tell(report)
+        time.sleep(report.again_in or 0.0)
+    return report
+
+
+class UploadRun:
+    """One rank's part in an upload, over all its tries."""
+
+    def __init__(self, job: UploadJob) -> None:
+        self.job = job
+        self._part = _Part()
+        self._began: float | None = None
+        self._tries = 0
+
+    def attempt(self) -> UploadReport:
+        """Tries it once. Never raises."""
+        if self._began is None:
+            self._began = time.monotonic()
+        job, lost = self.job, False
         try:
-            decision, manifest = _upload(job, sent)
-            nbytes = sum(entry.size for entry in sent)
-            return UploadReport(job.number, decision, manifest, sent=nbytes, seconds=time.monotonic() - began)
+            decision, manifest = _upload(job, self._part)
         except Exception as raised:  # noqa: BLE001 - told, and tried again
             error, fate = _explain(job, raised)
             if fate == "gone":
                 return UploadReport(job.number, skipped=True)
+            lost = fate == "lost"
             text = f"{type(error).__name__}: {error}"
-            pause = min(MAX_RETRY_PAUSE, 2.0**tries)
-            tries += 1
             log.warning("upload of iteration %d, rank %d: %s", job.begin.iteration, job.rank, text)
+            pause = min(MAX_RETRY_PAUSE, 2.0**self._tries)
+            self._tries += 1
             final = isinstance(error, (CopyRefusedError, IntegrityError)) or not isinstance(error, (CkptError, OSError))
-            if final or fate == "lost" or time.monotonic() - began + pause > job.give_up_after:
+            if not (final or lost or time.monotonic() - self._began + pause > job.give_up_after):
+                return UploadReport(job.number, error=text, again_in=pause)
+            standing = _committed_anyway(job)
+            if standing is None:
                 _tell_others(job, text)
-                return UploadReport(job.number, error=text, lost=fate == "lost", seconds=time.monotonic() - began)
-            tell(UploadReport(job.number, error=text, again_in=pause))
-            time.sleep(pause)
+                return UploadReport(job.number, error=text, lost=lost, seconds=time.monotonic() - self._began)
+            decision, manifest = standing, None
+        nbytes = sum(entry.size for entry in self._part.sent)
+        return UploadReport(job.number, decision, manifest, sent=nbytes, seconds=time.monotonic() - self._began)
 
 
-def _upload(job: UploadJob, sent: list[FileEntry]) -> tuple[Decision, bytes | None]:
+@dataclass
+class _Part:
+    """What this rank has done of an upload: the files that it has sent, and whether that is all of its part."""
+
+    sent: list[FileEntry] = field(default_factory=list)
+    is_sent: bool = False
+
+
+def _committed_anyway(job: UploadJob) -> Decision | None:
+    """The commit that stands at the durable location, whoever made it, if one can be seen."""
+    try:
+        target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
+        path = roots.iteration_path(root, job.begin.iteration, job.begin.kind)
+        save = commit.read_save(target, path, job.begin.save_id)
+    except Exception:  # noqa: BLE001 - what the try has failed by is told
+        return None
+    return save.decision if save.committed else None
+
+
+def _upload(job: UploadJob, part: _Part) -> tuple[Decision, bytes | None]:
     storage, path = st.resolve(job.url, job.storage_options)
     _wait_for_commit(storage, path, job)
     target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
@@ -153,13 +194,14 @@ def _upload(job: UploadJob, sent: list[FileEntry]) -> tuple[Decision, bytes | No
     pulse = beats.Pulse(target, transfer.target.path, job.begin, job.rank, total, job.heartbeat)
     try:
         if job.rank == 0:
-            _send_leading(transfer, job, mine, sent, pulse)
-            pulse.stop()
+            _send_leading(transfer, job, mine, part.sent, pulse)
             decision = transfer.decide()
         else:
-            decision = _send_following(transfer, job, mine, sent, pulse)
+            decision = _send_following(transfer, job, mine, part, pulse)
     finally:
         pulse.stop()
+    # The others watch for signs of life until they see the decision: the last one may come after the records went.
+    target.remove([st.join(commit.save_dir(transfer.target.path, job.begin.save_id), commit.beat_name(job.rank))])
     if job.rank != 0:
         return decision, None
     _follow_up(storage, target, root, job)
@@ -243,7 +285,7 @@ def _tell_others(job: UploadJob, reason: str) -> None:
     try:
         target, root = st.resolve(job.target, job.target_options, single_writer=job.single_writer)
         path = roots.iteration_path(root, job.begin.iteration, job.begin.kind)
-        commit.publish_failure(target, path, job.begin.save_id, 0, reason)
+        commit.publish_failure(target, path, job.begin.save_id, 0, reason, attempt_id=job.attempt_id)
     except Exception as error:  # noqa: BLE001 - told where it matters already
         log.warning("upload of iteration %d: could not tell the others: %s", job.begin.iteration, error)
 
@@ -288,31 +330,48 @@ def _wait_for_others(transfer: Transfer, job: UploadJob) -> None:
 
 
 def _send_following(
-    transfer: Transfer, job: UploadJob, mine: tuple[FileEntry, ...], sent: list[FileEntry], pulse: beats.Pulse
+    transfer: Transfer, job: UploadJob, mine: tuple[FileEntry, ...], part: _Part, pulse: beats.Pulse
 ) -> Decision:
     """Sends when rank 0 has begun, and then waits for its decision."""
     storage, path, save_id = transfer.target.storage, transfer.target.path, job.begin.save_id
-    watch = beats.Watch(beats.START)
+    watch = LeaderWatch()
     pause = _Pauses()
-    is_sent = False
     while True:
         save = commit.read_save(storage, path, save_id)
         if save.tombstoned or (save.decision is not None and save.decision.outcome != "commit"):
             raise CopyRefusedError(f"{transfer.target.url()}: save {save_id} was deleted or aborted there")
         if save.decision is not None:
-            pulse.stop()
-            storage.remove([st.join(commit.save_dir(path, save_id), commit.beat_name(job.rank))])
             return save.decision
-        if save.begin is not None and not is_sent:
-            transfer.send(mine, sent, pace=Pace(job.limit), told=pulse.wrote)
-            is_sent = True
-        if storage.stat(st.join(commit.save_dir(path, save_id), commit.failure_name(0))) is not None:
+        if save.begin is not None and not part.is_sent:
+            transfer.send(mine, part.sent, pace=Pace(job.limit), told=pulse.wrote)
+            part.is_sent = True
+        if commit.failed_attempt(storage, path, save_id, 0) == job.attempt_id:
             raise CopyRefusedError(f"{transfer.target.url()}: rank 0 has given up the upload")
-        if watch.lost([0], beats.read_beats(storage, path, job.begin, [0]), time.monotonic()):
+        if watch.is_lost(beats.read_beats(storage, path, job.begin, [0]).get(0), time.monotonic()):
             raise TimeoutError(
                 f"{transfer.target.url()}: rank 0 has not committed the upload, and gives no sign of life"
             )
         pause.wait()
+
+
+class LeaderWatch:
+    """Judges by its beats whether rank 0 is at work. What an earlier attempt has left says nothing: one that has not
+    moved since the first look is as good as none until a process has had the time to start.
+    """
+
+    def __init__(self) -> None:
+        self._watch = beats.Watch(beats.START)
+        self._first: tuple[beats.Beat | None, float] | None = None
+
+    def is_lost(self, beat: beats.Beat | None, now: float) -> bool:
+        """Whether it has stood still for too long.
+
+        Args:
+            now: seconds, by a clock that does not jump.
+        """
+        first, since = self._first = self._first or (beat, now)
+        counts = beat is not None and (beat != first or now - since > beats.START)
+        return bool(self._watch.lost([0], {0: beat} if beat is not None and counts else {}, now))
 
 
 def _is_dead(beat: beats.Beat | None) -> bool:

@@ -71,6 +71,7 @@ class Uploads:
             UploadJob(
                 number=self._number(),
                 begin=begin,
+                attempt_id=self._opened.attempt.attempt_id,
                 rank=self._rank,
                 world_size=self._world_size,
                 url=self._first.storage.url(roots.iteration_path(self._first.root, begin.iteration, begin.kind)),
@@ -134,7 +135,10 @@ class Uploads:
             if report.is_last:
                 self._given_up.add(begin.save_id)
             return
-        if report.decision is None or self._rank != 0:
+        if report.decision is None:
+            return
+        self._given_up.discard(begin.save_id)
+        if self._rank != 0:
             return
         text = f"iteration {begin.iteration} is durable at {self._durable.url} after {report.seconds:.1f} s"
         emit(self._on_event, Notice("uploaded", text, {**what, "bytes": report.sent, "seconds": report.seconds}))

@@ -20,10 +20,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptlib
-from ckptlib import AsyncOptions, Checkpointer, UploadOptions, commit, locations, removal, roots, storage, trimming
+from ckptlib import (
+    AsyncOptions,
+    Checkpointer,
+    UploadOptions,
+    beats,
+    commit,
+    locations,
+    removal,
+    roots,
+    storage,
+    transfer,
+    trimming,
+    uploading,
+)
 from ckptlib.errors import (
     BackgroundSaveError,
     FencedError,
+    IntegrityError,
     NoResumePointError,
     RankFailedError,
     StateError,
@@ -34,7 +48,7 @@ from ckptlib.events import AttemptEvent, CommitEvent, Notice, ResumeChoice
 from ckptlib.manifest import Begin
 from ckptlib.sharding import ShardedTensor
 from ckptlib.transfer import Transfer
-from ckptlib.uploading import UploadJob
+from ckptlib.uploading import LeaderWatch, UploadJob, UploadRun
 from ckptlib.workshop import Upload
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import newest, states, tracker
@@ -617,6 +631,93 @@ def _open_apart(rank: int, tiers: Tiers, folder: Path) -> None:
     tiers.open(first=str(folder / f"host{rank}"))
 
 
+def committed(tiers: Tiers) -> Begin:
+    """A checkpoint of one rank on the first tier, whose upload has begun."""
+    with Checkpointer(str(tiers.first), run="r") as checkpointer:
+        url = checkpointer.save(state(5), iteration=5).url
+    begun = Transfer.of(url, str(tiers.durable))
+    begun.open(begun.plan())
+    return begun.manifest.begin
+
+
+def at_each_pause(monkeypatch: pytest.MonkeyPatch, acts: list[Callable[[], object]]) -> None:
+    """Has others do something, in order, when whoever uploads waits for them."""
+    monkeypatch.setattr(uploading._Pauses, "wait", lambda pauses: acts.pop(0)())
+
+
+def test_that_an_earlier_attempt_gave_up_is_no_reason_to_give_up(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = committed(tiers)
+    zero, one = (_job(begin, str(tiers.first), str(tiers.durable), rank=rank, world_size=2) for rank in (0, 1))
+    path = str(tiers.durable / "iter_0000005")
+    commit.publish_failure(storage.resolve(path)[0], path, begin.save_id, 0, "no room")
+    at_each_pause(monkeypatch, [lambda: UploadRun(zero).attempt()])
+    report = UploadRun(one).attempt()
+    assert report.error is None
+    assert report.decision is not None
+
+
+def test_what_somebody_else_made_durable_is_not_given_up(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = committed(tiers)
+
+    def fail(*args: Any) -> None:
+        transfer.copy(str(tiers.first / "iter_0000005"), str(tiers.durable))
+        raise IntegrityError("damaged")
+
+    monkeypatch.setattr(uploading, "_send_leading", fail)
+    report = UploadRun(_job(begin, str(tiers.first), str(tiers.durable))).attempt()
+    assert report.error is None
+    assert report.decision is not None
+
+
+def test_rank_0_gives_signs_of_life_until_its_decision_is_there(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, decide = committed(tiers), Transfer.decide
+    store, path = storage.resolve(str(tiers.durable / "iter_0000005"))
+
+    def decide_late(transfer: Transfer) -> Any:
+        before = beats.read_beats(store, path, begin)
+        wait_until(lambda: beats.read_beats(store, path, begin) != before)
+        return decide(transfer)
+
+    monkeypatch.setattr(Transfer, "decide", decide_late)
+    report = UploadRun(_job(begin, str(tiers.first), str(tiers.durable), heartbeat=0.02)).attempt()
+    assert report.decision is not None
+    assert list((tiers.durable / "iter_0000005" / ".ckpt" / begin.save_id).glob("beat_*")) == []
+
+
+def test_what_was_sent_is_not_sent_again_when_rank_0_was_not_heard_of(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, send = committed(tiers), Transfer.send
+    zero, one = (_job(begin, str(tiers.first), str(tiers.durable), rank=rank, world_size=2) for rank in (0, 1))
+    sends: list[int] = []
+
+    def counted(transfer: Transfer, entries: Any, *args: Any, **options: Any) -> None:
+        sends.append(len(entries))
+        send(transfer, entries, *args, **options)
+
+    def give_up() -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(Transfer, "send", counted)
+    at_each_pause(monkeypatch, [give_up, lambda: UploadRun(zero).attempt()])
+    run = UploadRun(one)
+    assert run.attempt().again_in == 1.0
+    assert run.attempt().decision is not None
+    assert sends == [0, 1]  # all files are rank 0's
+
+
+def test_a_beat_that_an_earlier_attempt_left_is_no_sign_that_rank_0_is_lost() -> None:
+    def beat(counter: int) -> beats.Beat:
+        return beats.Beat("s", 0, counter, 0, 0, 2.0, "host", "", 1, 1, 0.0)
+
+    watch = LeaderWatch()
+    looks = [(beat(7), 0.0), (beat(7), beats.START - 1), (beat(1), beats.START), (beat(1), beats.START + 5)]
+    assert [watch.is_lost(*look) for look in looks] == [False] * 4
+    assert watch.is_lost(beat(1), beats.START + 7)
+    never = LeaderWatch()
+    assert [never.is_lost(beat(7), now) for now in (0.0, beats.START + 1, beats.START + 8)] == [False, False, True]
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -739,6 +840,7 @@ def _job(begin: Begin, first: str = "/first", durable: str = "/durable", **optio
     return UploadJob(
         number=1,
         begin=begin,
+        attempt_id="this one",
         url=roots.iteration_path(first, begin.iteration, begin.kind),
         root=first,
         target=durable,
