@@ -35,7 +35,7 @@ def live_through(moment: Moment, folder: Path) -> None:
 
 FEW = [
     Moment(1, 2, "trainer", 0, after=2, delay=0.0, at_once=True),  # its worker is only being started
-    Moment(2, 2, "trainer", 1, after=6, delay=0.02, at_once=False),
+    pytest.param(Moment(2, 2, "trainer", 1, after=6, delay=0.02, at_once=False), marks=pytest.mark.deep),
     Moment(3, 2, "worker", 0, after=5, delay=0.01, at_once=False),
 ]
 
