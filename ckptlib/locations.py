@@ -208,9 +208,10 @@ class Locations:
         standing = self._settle(self.first, opened.attempt, wait)
         if self.durable is None or options is None:
             return [], standing
-        lacking = self._waiting(self.durable, options)
-        # Those are uploaded now, by this attempt: nothing of them is undecided.
-        return lacking, self._settle(self.durable, opened.attempt, wait, {begin.save_id for begin in lacking})
+        waiting = self._waiting(self.durable)
+        # Those are uploaded now, or by an attempt that uploads their kind: nothing of them is undecided.
+        standing = self._settle(self.durable, opened.attempt, wait, {begin.save_id for begin in waiting})
+        return [begin for begin in waiting if begin.kind in options.kinds], standing
 
     def check_first(self, opened: Opened, rank: int) -> None:
         """Files of all ranks make one checkpoint, so all ranks write to one place.
@@ -250,12 +251,12 @@ class Locations:
             roots.write_tracker(tier.storage, tier.root)
         return standing
 
-    def _waiting(self, durable: Tier, options: UploadOptions) -> list[Begin]:
-        """The checkpoints of the first tier that are to be uploaded and are not durable yet, the newest first."""
+    def _waiting(self, durable: Tier) -> list[Begin]:
+        """The checkpoints of the first tier that may be uploaded and are not durable yet, the newest first."""
         found = [
             each
             for each in roots.scan(self.first.storage, self.first.root).found
-            if each.state == "committed" and each.kind in options.kinds and each.order[0] > 0
+            if each.state == "committed" and each.order[0] > 0
         ]
         lacking = []
         for each in sorted(found, key=lambda each: each.order, reverse=True):

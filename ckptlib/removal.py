@@ -1,7 +1,8 @@
 """Removal of whole checkpoints, and of non-persistent ones that a newer one takes the place of (D2, D3).
 
 A removal is a tombstone, then what foreign readers look for, then data and records, then the directory. One that was
-cut short is finished by whoever comes next (`settling`).
+cut short is finished by whoever comes next (`settling`). The tombstone of a deletion is the root's and stays there: no
+copy and no upload brings back what was deleted, and no restore takes it from a first tier.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ _EXPORTS = (
 """In the order in which they go, beside those of LEGACY and `exported.CHECKPOINT`."""
 
 
-def remove_save(storage: st.Storage, path: str, save_id: str) -> None:
+def remove_save(storage: st.Storage, path: str, save_id: str, *, for_good: bool = True) -> None:
     """Removes one save of an iteration directory, and the directory when nothing else is in it. Idempotent.
+
+    Args:
+        for_good: it is deleted: the root remembers that when the directory has gone. False: it only makes room, or what
+            was begun is finished. A directory outside any root has nobody to remember.
 
     Raises:
         IntegrityError: the records of another save are damaged, so nobody can tell whose the exports are.
     """
     save = commit.read_save(storage, path, save_id)
+    root = commit.root_of(path)
+    if for_good and roots.is_root(storage, root):
+        storage.put(st.join(root, commit.CONTROL, commit.TOMBSTONES, save_id), b"")
     if not save.tombstoned:
         storage.put(st.join(path, commit.CONTROL, commit.TOMBSTONES, save_id), b"")
     if commit.current_save(storage, path) is None:
@@ -103,10 +111,10 @@ def remove_if_empty(storage: st.Storage, path: str) -> None:
 
 
 def remove_all(storage: st.Storage, saves: Iterable[tuple[str, str]]) -> None:
-    """Removes saves, each by its directory and save id. What fails is logged, and left for the next time."""
+    """Makes room: each by its directory and save id. What fails is logged, and left for the next time."""
     for path, save_id in saves:
         try:
-            remove_save(storage, path, save_id)
+            remove_save(storage, path, save_id, for_good=False)
         except (OSError, IntegrityError) as error:
             log.warning("%s: save %s not removed: %s", storage.url(path), save_id, error)
 
@@ -156,7 +164,7 @@ def supersede(storage: st.Storage, root: str, begin: Begin) -> list[str]:
         for old in superseded(roots.scan_non_persistent(storage, root), newer, tracked, being_read):
             try:
                 assert old.save is not None  # `superseded` has looked
-                remove_save(storage, old.path, old.save.save_id)
+                remove_save(storage, old.path, old.save.save_id, for_good=False)
             except Exception as error:  # noqa: BLE001 - told, and left for the next one
                 left.append(f"{old.url}: {error}")
     except Exception as error:  # noqa: BLE001 - told, and left for the next one

@@ -156,7 +156,14 @@ class ResumePoints:
             refused = error
             by_resolver = self.resolver is not None
         if self.first is not None:
-            near = self._choose_near(self.first, at, None if chosen is None else chosen.choice, by_resolver)
+            near = None
+            try:
+                near = self._choose_near(self.first, at, None if chosen is None else chosen.choice, by_resolver)
+            except OSError as error:
+                if chosen is None:
+                    raise
+                text = f"{self.first.url}: {type(error).__name__}: {error}; resuming from what is durable"
+                emit(self.on_event, Notice("first_tier_unread", text))
             if near is not None:
                 return near, None
         if refused is not None and self.local is None:
@@ -170,6 +177,9 @@ class ResumePoints:
 
         Args:
             by_resolver: whoever has chosen knows of all that is durable, and why not to take a newer one of these.
+
+        Raises:
+            OSError: a location could not be read.
         """
         least = (-1, -1, "")
         if durable is not None:
@@ -178,17 +188,24 @@ class ResumePoints:
         for found in sorted(usable, key=lambda found: found.order, reverse=True):
             if found.order < least:
                 break
-            if by_resolver and found.order[2] != least[2] and self._is_durable(found):
+            there = self._read_durable(found)
+            if by_resolver and found.order[2] != least[2] and there is not None and there.committed:
                 continue
-            damage = resume.damage_of(found, first.options)
-            if damage is None:
+            reason: str | None
+            if there is not None and there.tombstoned:
+                reason = f"deleted, or replaced, at {self.storage.url(self.root)}; nothing deleted returns"
+            else:
+                reason = resume.damage_of(found, first.options)
+            if reason is None:
                 return _Choice(resume.choice_of(found, "newest on the first tier; verified now"), on_first_tier=True)
-            emit(self.on_event, Notice("resume_candidate_rejected", f"{found.url}: {damage}"))
+            emit(self.on_event, Notice("resume_candidate_rejected", f"{found.url}: {reason}"))
         return None
 
-    def _is_durable(self, found: roots.Found) -> bool:
-        path = st.join(self.root, found.name)
-        return found.save is not None and commit.read_save(self.storage, path, found.save.save_id).committed
+    def _read_durable(self, found: roots.Found) -> commit.SaveState | None:
+        """What the durable location says of a checkpoint of the first tier; None: that is of another tool."""
+        if found.save is None:
+            return None
+        return commit.read_save(self.storage, st.join(self.root, found.name), found.save.save_id)
 
     def _choose(self, at: int | None) -> _Choice | None:
         """The run's resume point."""

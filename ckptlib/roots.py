@@ -28,6 +28,7 @@ log = logging.getLogger("ckptlib")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
+ROOT = "root.json"
 TRACKED_KINDS: tuple[Kind, ...] = ("persistent", "non_persistent_global")
 """Kinds with a tracker of their own."""
 RELEASE: Literal["release"] = "release"
@@ -176,7 +177,7 @@ def open_root(storage: st.Storage, root: str, run: str, *, copy_of: str | None =
     Raises:
         StorageUnavailableError: the root belongs to another run.
     """
-    where = st.join(root, commit.CONTROL, "root.json")
+    where = st.join(root, commit.CONTROL, ROOT)
     identity = read_identity(storage, root)
     if identity is None:
         lineage = {} if copy_of is None else {"copy_of": copy_of}
@@ -193,9 +194,14 @@ def open_root(storage: st.Storage, root: str, run: str, *, copy_of: str | None =
     return identity
 
 
+def is_root(storage: st.Storage, root: str) -> bool:
+    """Whether a directory is a run's root, damaged or not."""
+    return storage.stat(st.join(root, commit.CONTROL, ROOT)) is not None
+
+
 def read_identity(storage: st.Storage, root: str) -> RootIdentity | None:
     """The identity of a root, or None when it has none."""
-    where = st.join(root, commit.CONTROL, "root.json")
+    where = st.join(root, commit.CONTROL, ROOT)
     try:
         value = records.decode("root", storage.get(where), storage.url(where))
     except FileNotFoundError:

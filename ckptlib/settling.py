@@ -99,7 +99,9 @@ def settle(
         if save is None or not takes(save.begin):
             continue
         if found.state == "deleted":  # a deletion that was cut short is finished by whoever comes next (D3)
-            if _tidied(found.url, lambda: remove_save(storage, found.path, save.save_id)):  # noqa: B023 - called here
+            # One for good began with the root's tombstone, which stays.
+            path, save_id = found.path, save.save_id
+            if _tidied(found.url, lambda: remove_save(storage, path, save_id, for_good=False)):  # noqa: B023 - called here
                 done.append(Settled(found, save.save_id, None))
             continue
         if save.begin is None or not 0 < save.begin.attempt < attempt:

@@ -199,6 +199,19 @@ def test_an_upload_that_was_cut_short_is_gone_on_with_and_not_aborted(tiers: Tie
     assert states(tiers.durable) == {"iter_0000003": ["committed"]}
 
 
+def test_a_half_made_upload_of_a_kind_that_is_not_uploaded_any_more_is_not_aborted(tiers: Tiers) -> None:
+    with tiers.open(kinds=()) as checkpointer:
+        url = checkpointer.save(state(3), iteration=3).url
+    cut_short = Transfer.of(url, str(tiers.durable))
+    cut_short.open(cut_short.plan())
+    with tiers.open(kinds=()):
+        pass
+    assert states(tiers.durable) == {"iter_0000003": ["undecided"]}
+    with tiers.open() as checkpointer:
+        assert checkpointer.drain(60)
+    assert states(tiers.durable) == {"iter_0000003": ["committed"]}
+
+
 def test_an_upload_that_lost_its_first_tier_is_aborted_and_the_run_goes_on(tiers: Tiers) -> None:
     """W8: nobody will complete it."""
     with tiers.open() as checkpointer:
@@ -495,6 +508,61 @@ def test_r2_a_resolver_chooses_among_what_is_durable(tiers: Tiers) -> None:
     shutil.rmtree(tiers.first)
     with tiers.open(resolver=resolver) as checkpointer:
         assert restored(checkpointer) == (1, 1.0, str(tiers.durable / "iter_0000001"))
+
+
+@pytest.mark.parametrize("resolver", [None, Resolver(1)])
+def test_d3_what_was_deleted_at_the_durable_location_does_not_return(tiers: Tiers, resolver: Resolver | None) -> None:
+    """Neither by an upload nor by a restore, when nothing but the root's tombstone is left of it."""
+    with tiers.open() as checkpointer:
+        for iteration in (1, 2):
+            checkpointer.save(state(iteration), iteration=iteration)
+        assert checkpointer.drain(60)
+    delete(tiers.durable, 2)
+    assert states(tiers.durable) == {"iter_0000001": ["committed"]}
+    told = Told()
+    with tiers.open(told, resolver=resolver) as checkpointer:
+        assert restored(checkpointer) == (1, 1.0, str(tiers.first / "iter_0000001"))
+        assert checkpointer.drain(60)
+    (rejected,) = told.named("resume_candidate_rejected")
+    assert "iter_0000002: deleted" in rejected.message
+    assert states(tiers.durable) == {"iter_0000001": ["committed"]}
+
+
+def delete(root: Path, iteration: int) -> None:
+    (found,) = [each for each in roots.scan(*storage.resolve(str(root))).found if each.iteration == iteration]
+    assert found.save is not None
+    removal.remove_save(storage.resolve(str(root))[0], found.path, found.save.save_id)
+
+
+def test_what_leaves_the_first_tier_for_room_is_not_deleted(tiers: Tiers) -> None:
+    with tiers.open(keep=1) as checkpointer:
+        for iteration in (1, 2):
+            checkpointer.save(state(iteration), iteration=iteration)
+        assert checkpointer.drain(60)
+    assert states(tiers.first) == {"iter_0000002": ["committed"]}
+    transfer.copy(str(tiers.durable / "iter_0000001"), str(tiers.first))
+    assert len(states(tiers.first)) == 2
+
+
+def test_a_first_tier_that_cannot_be_read_is_told_and_the_durable_location_serves(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = roots.scan
+
+    def without_first(store: Any, root: str) -> Any:
+        if root == str(tiers.first):
+            raise OSError(5, "Input/output error")
+        return scan(store, root)
+
+    told = Told()
+    with tiers.open(told, kinds=()) as checkpointer:
+        checkpointer.save(state(1), iteration=1)
+        monkeypatch.setattr(roots, "scan", without_first)
+        with pytest.raises(OSError, match="Input/output error"):  # nothing durable: it must not look like no checkpoint
+            restored(checkpointer, missing="start")
+        transfer.copy(str(tiers.first / "iter_0000001"), str(tiers.durable))
+        assert restored(checkpointer) == (1, 1.0, str(tiers.durable / "iter_0000001"))
+    assert "Input/output error" in told.named("first_tier_unread")[0].message
 
 
 # --- room on the first tier -------------------------------------------------------------------------------------------
