@@ -26,6 +26,9 @@ class UploadOptions:
         give_up_after: seconds for which the upload of one checkpoint is tried again after failures. What is given up
             the next attempt uploads, or `ckptlib.transfer.copy`.
 
+    A worker process outlives the trainer until what was handed to it is uploaded, however long that takes; what fails
+    then is tried again for `give_up_after` seconds in all. SIGTERM ends it when its saves are written.
+
     Raises:
         StateError: a value is out of its range.
     """

@@ -9,9 +9,10 @@ training process, so it goes on when that one dies.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,22 +113,6 @@ def sender_of(entry: FileEntry, world_size: int) -> int:
     return 0 if match is None else int(match[1]) % world_size
 
 
-def run_upload(job: UploadJob, tell: Callable[[UploadReport], None]) -> UploadReport:
-    """Uploads one rank's part; of rank 0, all that is lacking, and the commit. Never raises.
-
-    Args:
-        tell: called with what went wrong, when it is tried again.
-
-    Returns:
-        The last word.
-    """
-    run = UploadRun(job)
-    while not (report := run.attempt()).is_last:
-        tell(report)
-        time.sleep(report.again_in or 0.0)
-    return report
-
-
 class UploadRun:
     """One rank's part in an upload, over all its tries."""
 
@@ -137,8 +122,15 @@ class UploadRun:
         self._began: float | None = None
         self._tries = 0
 
-    def attempt(self) -> UploadReport:
-        """Tries it once. Never raises."""
+    def attempt(self, until: float = math.inf) -> UploadReport:
+        """Tries it once. Never raises.
+
+        Args:
+            until: when it is given up at the latest, by `time.monotonic`.
+
+        Returns:
+            What came of it: the last word, or in how many seconds it is to be tried again.
+        """
         if self._began is None:
             self._began = time.monotonic()
         job, lost = self.job, False
@@ -154,7 +146,8 @@ class UploadRun:
             pause = min(MAX_RETRY_PAUSE, 2.0**self._tries)
             self._tries += 1
             final = isinstance(error, (CopyRefusedError, IntegrityError)) or not isinstance(error, (CkptError, OSError))
-            if not (final or lost or time.monotonic() - self._began + pause > job.give_up_after):
+            until = min(until, self._began + job.give_up_after)
+            if not (final or lost or time.monotonic() + pause > until):
                 return UploadReport(job.number, error=text, again_in=pause)
             standing = _committed_anyway(job)
             if standing is None:
@@ -388,7 +381,7 @@ def _follow_up(storage: st.Storage, target: st.Storage, root: str, job: UploadJo
     begin = job.begin
     _, first = st.resolve(job.root, job.storage_options)
     try:
-        if job.moves_tracker and roots.newest_attempt(target, root) > begin.attempt:
+        if job.moves_tracker and _is_overtaken(target, root, begin):
             roots.write_tracker(target, root)
         else:
             Announcer(target, root, (), moves_tracker=job.moves_tracker).move_tracker(begin)
@@ -397,6 +390,15 @@ def _follow_up(storage: st.Storage, target: st.Storage, root: str, job: UploadJo
             trimming.trim(storage, first, target, root, job.keep)
     except Exception:
         log.exception("iteration %d is durable; what follows that could not be done", begin.iteration)
+
+
+def _is_overtaken(storage: st.Storage, root: str, begin: Begin) -> bool:
+    """Whether a newer checkpoint may have become durable before this one, so that the tracker is not simply its own."""
+    if roots.newest_attempt(storage, root) > begin.attempt:
+        return True
+    directory = root if begin.kind == "persistent" else st.join(root, roots.NON_PERSISTENT)
+    tracked = roots.read_tracker(storage, directory)
+    return tracked is not None and tracked.isdecimal() and int(tracked) > begin.iteration
 
 
 class _Pauses:

@@ -2,8 +2,8 @@
 
 It runs in a session of its own, so that a signal to the trainer's process group does not reach it, and ignores the
 signals that ask a process to end: it ends when the connection to the trainer is closed, by whatever closed it, and
-all that was handed over has been written. It is started as a new program, never forked: a process with CUDA or
-threads must not be.
+all that was handed over has been written and uploaded. When only uploads are left SIGTERM ends it: the next attempt
+makes them. It is started as a new program, never forked: a process with CUDA or threads must not be.
 
 What the two say to each other are pickles over a private socket pair; the memory files of arenas, and of messages that
 are large, travel as file descriptors.
@@ -20,6 +20,7 @@ import queue
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -34,7 +35,8 @@ from ckptlib.background import Job, Outcome, Supply, hand_to, run_job, take_in_h
 from ckptlib.beats import Pulse
 from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena
-from ckptlib.uploading import UploadJob, UploadReport, run_upload
+from ckptlib.uploader import Uploader
+from ckptlib.uploading import UploadJob, UploadReport
 
 log = logging.getLogger("ckptlib")
 
@@ -141,38 +143,6 @@ class _JobSupply:
 
     def next(self, number: int) -> None:
         self.supply.wait(self.number, number)
-
-
-class Uploader:
-    """Uploads one checkpoint after the other, in a thread of its own: no save waits for it.
-
-    Args:
-        report: called with what is said of uploads, in that thread.
-    """
-
-    def __init__(self, report: Callable[[UploadReport], None]) -> None:
-        self._report = report
-        self._jobs: queue.SimpleQueue[UploadJob | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, job: UploadJob) -> None:
-        """Takes an upload, after those before it."""
-        self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ckptlib-uploads", daemon=True)
-            self._thread.start()
-
-    def close(self, timeout: float | None) -> bool:
-        """Waits until everything that was submitted has ended; False: not within `timeout` seconds, and it goes on."""
-        if self._thread is None:
-            return True
-        self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._report(run_upload(job, self._report))
 
 
 LARGE_MESSAGE = 16 * 2**10
@@ -420,7 +390,18 @@ def main(fd: int, nice: int) -> None:
         written = functools.partial(_tell, connection, Written(job.number))
         outcome = run_job(job, arenas.get(job.arena), written, pulses.pop(job.number), supply.of(job))
         _tell(connection, outcome)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an upload that is cut short costs nothing but time
+    _let_go_of_readers()
     uploader.close(None)
+
+
+def _let_go_of_readers() -> None:
+    """Whoever reads the trainer's errors from a pipe need not wait for uploads, which may take hours."""
+    with contextlib.suppress(OSError):  # it may be closed
+        if stat.S_ISFIFO(os.fstat(2).st_mode):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
 
 
 def _tell(connection: Connection, message: Report) -> None:

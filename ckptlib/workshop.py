@@ -25,8 +25,9 @@ from ckptlib.beats import Pulse
 from ckptlib.copying import Copier, Pair, default_threads
 from ckptlib.errors import StagingError, StateError
 from ckptlib.staging import Arena, Pool
+from ckptlib.uploader import Uploader
 from ckptlib.uploading import UploadJob, UploadReport
-from ckptlib.worker import Consumed, Report, SliceSupply, Staged, Uploader, WorkerProcess, Written
+from ckptlib.worker import Consumed, Report, SliceSupply, Staged, WorkerProcess, Written
 
 log = logging.getLogger("ckptlib")
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -53,7 +55,7 @@ from ckptlib.workshop import Upload
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.roots import newest, states, tracker
 from tests.support.s3_server import S3Server
-from tests.support.workers import workers_of
+from tests.support.workers import marked_workers, workers_of
 
 IoMode = Literal["sync", "async"]
 
@@ -241,6 +243,65 @@ def test_s4_a_durable_location_that_fails_is_tried_again_and_fails_no_save(tiers
         assert checkpointer.drain(60)
     assert told.named("upload_failed")[0].data["again_in"] == 1.0
     assert [notice.data["iteration"] for notice in told.named("uploaded")] == [1]
+
+
+def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, send, repaired = Told(), Transfer.send, threading.Event()
+
+    def fail(transfer: Transfer, *args: Any, **options: Any) -> None:
+        if "iter_0000001" in transfer.source.path and not repaired.is_set():
+            raise OSError("bad sector")
+        send(transfer, *args, **options)
+
+    monkeypatch.setattr(Transfer, "send", fail)
+    with tiers.open(told) as checkpointer:
+        for iteration in (1, 2, 3):
+            checkpointer.save(state(iteration), iteration=iteration)
+        wait_until(lambda: bool(checkpointer.poll() or len(told.named("uploaded")) == 2))
+        assert checkpointer.uploading == (1,)
+        repaired.set()
+        assert checkpointer.drain(60)
+    assert [notice.data["iteration"] for notice in told.named("uploaded")] == [2, 3, 1]
+    assert tracker(tiers.durable) == "3"
+
+
+def test_what_fails_when_the_job_has_ended_is_given_up_when_the_time_for_all_is_over(tiers: Tiers) -> None:
+    job = _job(committed(tiers), str(tiers.first), str(tiers.durable))
+    shutil.rmtree(tiers.durable)
+    tiers.durable.touch()
+    run = UploadRun(job)
+    assert run.attempt().again_in == 1.0
+    assert run.attempt(until=time.monotonic()).is_last
+
+
+def test_a_worker_with_nothing_but_uploads_lets_go_of_the_trainers_errors_and_heeds_sigterm(tiers: Tiers) -> None:
+    mark = uuid.uuid4().hex
+    script = "import sys; from tests.ckptlib import test_uploads; test_uploads._save_and_leave(sys.argv[1])"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tiers.first.parent)],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "CKPTLIB_TEST_MARK": mark},
+    )
+    try:
+        trainer.communicate(timeout=60)
+        assert trainer.returncode == 0
+        (worker,) = marked_workers("CKPTLIB_TEST_MARK", mark)
+        worker.terminate()
+        worker.wait(30)
+    finally:
+        for process in (trainer, *marked_workers("CKPTLIB_TEST_MARK", mark)):
+            process.kill()
+    assert states(tiers.durable) == {"iter_0000005": ["undecided"]}
+
+
+def _save_and_leave(folder: str) -> None:
+    tiers = Tiers(Path(folder))
+    checkpointer = tiers.open(worker="process", limit=1000.0)
+    checkpointer.save({"model": {"w": torch.ones(2**22)}}, iteration=5)
+    wait_until(lambda: states(tiers.durable) != {})
+    os._exit(0)
 
 
 def test_an_upload_is_given_up_in_the_end_and_told(tiers: Tiers, tmp_path: Path) -> None:
