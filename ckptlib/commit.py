@@ -44,6 +44,7 @@ BEGIN, MANIFEST, INDEX, METADATA, COMMON, DECISION = (
     "decision.json",
 )
 TOMBSTONES = "tombstones"
+RECEIPT = "sent_"
 SAVE_ID = re.compile(r"\d{6,}-[0-9a-f]{12}-[0-9a-f]{8}")
 
 
@@ -94,7 +95,7 @@ def beat_name(rank: int) -> str:
 
 def receipt_name(number: int) -> str:
     """Name of the file that says of a copy that file `number` of the manifest is durable (`ckptlib.receipts`)."""
-    return f"sent_{number}.json"
+    return f"{RECEIPT}{number}.json"
 
 
 def root_of(path: str) -> str:

@@ -2,12 +2,13 @@
 
 A manifest is the same at every location. How a store cuts a file into the parts that it checks is a fact of one
 location, so it stands beside the decision there, in ``parts.json``. While a copy is being made there is a receipt for
-every data file that is durable: whoever goes on with the copy does not send that file again.
+every data file that is durable: whoever goes on with the copy does not send that file again. That of ``begin.json`` is
+there before it, so that a copy is never taken for a save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ckptlib import commit, records
 from ckptlib import storage as st
@@ -27,14 +28,25 @@ def publish_receipt(storage: st.Storage, path: str, save_id: str, number: int, e
     storage.put(where, records.encode("sent", {"save_id": save_id, "file": entry.to_json()}))
 
 
-def read_receipts(storage: st.Storage, path: str, manifest: Manifest) -> dict[str, FileEntry]:
-    """The receipts that count, by path: of this save, and of files as the manifest has them."""
+def is_copy(storage: st.Storage, path: str, save_id: str) -> bool:
+    """Whether an undecided save is a copy of one that was committed elsewhere."""
+    return any(entry.name.startswith(commit.RECEIPT) for entry in storage.list(commit.save_dir(path, save_id)))
+
+
+def read_receipts(
+    storage: st.Storage, path: str, manifest: Manifest, of: Container[str] | None = None
+) -> dict[str, FileEntry]:
+    """The receipts that count, by path: of this save, and of files as the manifest has them. One request each.
+
+    Args:
+        of: only of the files with these paths.
+    """
     save_id = manifest.begin.save_id
     directory = commit.save_dir(path, save_id)
     present = {entry.name for entry in storage.list(directory)}
     found: dict[str, FileEntry] = {}
     for number, entry in enumerate(manifest.files):
-        if commit.receipt_name(number) not in present:
+        if commit.receipt_name(number) not in present or (of is not None and entry.path not in of):
             continue
         where = st.join(directory, commit.receipt_name(number))
         data = commit.get_or_none(storage, where)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptlib import beats, commit, exports, orphans
+from ckptlib import beats, commit, exports, orphans, receipts
 from ckptlib import storage as st
 from ckptlib.errors import IntegrityError
 from ckptlib.manifest import Begin, Decision
@@ -80,7 +80,8 @@ def settle(
 
     A complete save is committed. An incomplete one is aborted, unless every missing part of it is still being written
     (`ckptlib.beats`): that is waited for, up to `wait` seconds for all saves together. A worker of an asynchronous save
-    may only just be starting, so its first sign of life is waited for too.
+    may only just be starting, so its first sign of life is waited for too. A copy is not aborted while whoever leads it
+    lives, also when the time is over: it comes before all that this attempt saves.
     Saves outside any attempt (number 0) belong to nobody's run and are left alone.
 
     Args:
@@ -108,7 +109,8 @@ def settle(
             continue
         if found.state == "undecided":
             decision = _decide(storage, found, save.begin, attempt, deadline, on_wait)
-            done.append(Settled(found, save.save_id, decision))
+            if decision is not None:
+                done.append(Settled(found, save.save_id, decision))
     standing = (found for found in scan(storage, root).found if found.state == "committed")
     committed = sorted((each for each in standing if each.save is None or takes(each.save.begin)), key=_newest_first)
     for i, found in enumerate(committed):
@@ -133,16 +135,19 @@ def _decide(
     attempt: int,
     deadline: float,
     on_wait: Callable[[Waiting], None],
-) -> Decision:
+) -> Decision | None:
+    """None: it is a copy that somebody is making."""
     decision = commit.try_commit(storage, found.path, begin, decided_by="settle")
     if decision is not None:
         return decision
-    why = ""
-    may_be_in_hand = begin.io_mode == "async" or beats.read_beats(storage, found.path, begin)
-    if time.monotonic() < deadline and may_be_in_hand:
-        why = _wait_for_writers(storage, found, begin, deadline, on_wait)
+    why: str | None = ""
+    is_copy = receipts.is_copy(storage, found.path, begin.save_id)
+    in_time = time.monotonic() < deadline or is_copy
+    may_be_in_hand = (begin.io_mode == "async" and not is_copy) or beats.read_beats(storage, found.path, begin)
+    if in_time and may_be_in_hand:
+        why = _wait_for_writers(storage, found, begin, deadline, on_wait, is_copy=is_copy)
         decision = commit.try_commit(storage, found.path, begin, decided_by="settle")
-        if decision is not None:
+        if decision is not None or why is None:
             return decision
     missing = commit.read_records(storage, found.path, begin).missing
     reason = f"attempt {attempt} began; ranks {_ranges(missing)} had not finished{why}"
@@ -150,27 +155,39 @@ def _decide(
 
 
 def _wait_for_writers(
-    storage: st.Storage, found: Found, begin: Begin, deadline: float, on_wait: Callable[[Waiting], None]
-) -> str:
-    """Returns when every part is recorded, somebody decided, or a missing part will not come: why, as a clause."""
-    watch = beats.Watch(beats.FIRST if begin.io_mode == "async" else 0.0)
+    storage: st.Storage,
+    found: Found,
+    begin: Begin,
+    deadline: float,
+    on_wait: Callable[[Waiting], None],
+    *,
+    is_copy: bool,
+) -> str | None:
+    """Returns when every part is recorded, somebody decided, or a missing part will not come: why, as a clause.
+
+    None: the time is over, and somebody is making the copy.
+    """
+    watch = beats.Watch(beats.FIRST if begin.io_mode == "async" and not is_copy else 0.0)
     began = time.monotonic()
     told = -1.0
     while True:
         progress = commit.progress(storage, found.path, begin)
         if not progress.missing or commit.read_decision(storage, found.path, begin.save_id) is not None:
             return ""
-        if progress.failed:
+        if progress.failed and not is_copy:  # who copies may try again
             return "".join(f"; rank {rank}: {reason}" for rank, reason in progress.failed.items())
         seen = beats.read_beats(storage, found.path, begin)
-        writing = {rank: beat for rank, beat in seen.items() if rank in progress.missing}
+        missing = (0,) if is_copy else progress.missing
+        writing = {rank: beat for rank, beat in seen.items() if rank in missing}
         ended = tuple(rank for rank, beat in writing.items() if beats.is_dead(beat))
         if ended:
             return f"; the writer of ranks {_ranges(ended)} has ended"
         now = time.monotonic()
-        still = watch.lost(progress.missing, writing, now)
+        still = watch.lost(missing, writing, now)
         if still:
             return f"; ranks {_ranges(still)} gave no sign of life"
+        if now >= deadline and is_copy:
+            return None
         if now >= deadline:
             return "; they are still being written, and the time to wait for that (settle_wait) is over"
         if writing and (now - began) // TOLD_EVERY > told:

@@ -4,7 +4,7 @@ A copy is the same save at another place: the same id, the same files, byte for 
 committed is a fact of each place. The order of writes, each step durable before the next::
 
     root.json, attempts        the place becomes a location of the run's root, if it is none yet
-    begin.json
+    begin.json                 after its receipt: whoever settles tells a copy from a save
     data                       each file under its name only when it is whole and its digest fits; then its receipt
     common, index, metadata, parts.json
     manifest.json              from here on anybody can decide (`commit.try_commit`)
@@ -16,12 +16,13 @@ Every step may be done twice, by several copiers at once: all of them write the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptlib import commit, exports, formats, receipts, roots, transfer_plan
+from ckptlib import beats, commit, exports, formats, receipts, roots, transfer_plan
 from ckptlib import storage as st
 from ckptlib.errors import (
     CkptError,
@@ -220,10 +221,10 @@ class Transfer:
         plan = self.plan()
         sent: list[FileEntry] = []
         try:
-            if not plan.committed:
-                self.open(plan)
-                self.send(self.manifest.files_of("data"), sent, pace=pace, told=told)
-            decision = self.decide()
+            if plan.committed:
+                decision = self.decide()
+            else:
+                decision = self._carry_out(plan, sent, pace or Pace(), told)
         except (IntegrityError, OSError) as error:
             if not commit.read_save(self.source.storage, self.source.path, plan.save_id).committed:
                 raise NotACheckpointError(
@@ -243,12 +244,36 @@ class Transfer:
             seconds=time.monotonic() - started,
         )
 
+    def _carry_out(self, plan: CopyPlan, sent: list[FileEntry], pace: Pace, told: Callable[[int], None]) -> Decision:
+        """Gives signs of life until the decision: an attempt that begins at the target does not abort it (W8)."""
+        storage, path, begin = self.target.storage, self.target.path, self.manifest.begin
+        data = self.manifest.files_of("data")
+        total = sum(entry.size for entry in data)
+        self._join(plan)
+        beats.announce(storage, path, begin, 0, total, os.getpid())  # whoever sees begin.json sees it too
+        pulse = beats.Pulse(storage, path, begin, 0, total, at_once=False)
+
+        def count(nbytes: int) -> None:
+            pulse.wrote(nbytes)
+            told(nbytes)
+
+        try:
+            self._begin(plan)
+            self.send(data, sent, pace=pace, told=count)
+            return self.decide(decided=pulse.stop)
+        finally:
+            pulse.stop()
+
     def open(self, plan: CopyPlan) -> None:
         """Makes the place a location of the root, and begins the save there (W2).
 
         Raises:
             CopyRefusedError: somebody else has made it his meanwhile.
         """
+        self._join(plan)
+        self._begin(plan)
+
+    def _join(self, plan: CopyPlan) -> None:
         storage = self.target.storage
         if plan.copy_of is not None:
             run = _root_facts(self.source.storage, self.source_root, 0).run
@@ -257,9 +282,15 @@ class Transfer:
             roots.copy_attempt(self.source.storage, self.source_root, storage, self.target_root, number)
         if plan.copy_of is not None or plan.attempts:
             self.plan()  # what was created by others at the same time is seen now
+
+    def _begin(self, plan: CopyPlan) -> None:
+        storage, path = self.target.storage, self.target.path
+        for number, entry in enumerate(self.manifest.files):
+            if entry.role == "begin":
+                receipts.publish_receipt(storage, path, plan.save_id, number, entry)
         self._place_small(self.manifest.files_of("begin"))
         lacking = plan.to_send
-        storage.prepare(self.target.path, size=sum(entry.size for entry in lacking), files=len(lacking))
+        storage.prepare(path, size=sum(entry.size for entry in lacking), files=len(lacking))
 
     def send(
         self,
@@ -279,7 +310,7 @@ class Transfer:
         """
         storage, path, save_id = self.target.storage, self.target.path, self.manifest.begin.save_id
         numbers = {entry.path: number for number, entry in enumerate(self.manifest.files)}
-        known = receipts.read_receipts(storage, path, self.manifest)
+        known = receipts.read_receipts(storage, path, self.manifest, {entry.path for entry in entries})
 
         def done(entry: FileEntry, is_sent: bool) -> None:
             if known.get(entry.path) != entry:
@@ -292,8 +323,11 @@ class Transfer:
     def _is_decided(self) -> bool:
         return commit.read_decision(self.target.storage, self.target.path, self.manifest.begin.save_id) is not None
 
-    def decide(self) -> Decision:
+    def decide(self, *, decided: Callable[[], None] = lambda: None) -> Decision:
         """Commits at the target when all data is there: the small files, manifest, decision, exports.
+
+        Args:
+            decided: called when there is a decision, before what signs of life have left is removed.
 
         Raises:
             IntegrityError: a file of the target is not there with its size, or the source is damaged.
@@ -306,6 +340,7 @@ class Transfer:
             decision = commit.try_commit(storage, path, self.manifest.begin, decided_by="copy")
             if decision is None:
                 raise IntegrityError(f"{self.target.url()}: files of save {save_id} went while it was copied")
+        decided()
         if decision.outcome == "abort":
             raise CopyRefusedError(f"{self.target.url()}: save {save_id} was aborted there: {decision.reason}")
         if commit.read_save(storage, path, save_id).tombstoned:
@@ -332,9 +367,10 @@ class Transfer:
             _place(self.target.storage, self.target.at(entry.path), data)
 
     def _leftovers(self) -> list[str]:
-        """What copiers that died have left beside data files."""
+        """What copiers that died have left: a sign of life, and what is beside data files."""
+        beat = st.join(commit.save_dir(self.target.path, self.manifest.begin.save_id), commit.beat_name(0))
         directories = {st.parent(self.target.at(entry.path)) for entry in self.manifest.files_of("data")}
-        return [
+        return [beat] + [
             st.join(directory, entry.name)
             for directory in sorted(directories)
             for entry in self.target.storage.list(directory)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptlib
-from ckptlib import Checkpointer, commit, exports, records, removal, roots, storage, transfer
+from ckptlib import Checkpointer, beats, commit, exports, records, removal, roots, settling, storage, transfer
 from ckptlib.errors import CopyRefusedError, IntegrityError, NotACheckpointError, UnsupportedError
 from ckptlib.manifest import Manifest
 from ckptlib.sending import Pace, Place
-from ckptlib.storage import join
+from ckptlib.storage import PosixStorage, join
 from ckptlib.transfer import Transfer
 from tests.ckptlib.support.recording import READING, RecordingStorage, Step
 from tests.support.roots import Crash, files_of, states, tracker
@@ -391,7 +393,7 @@ def recorded_run() -> RecordingStorage:
     return store
 
 
-def fake_save(store: RecordingStorage, path: str, attempt: roots.AttemptRecord) -> None:
+def fake_save(store: storage.Storage, path: str, attempt: roots.AttemptRecord) -> None:
     """A committed save of two data files, without torch."""
     from ckptlib.index import ItemIndex
     from ckptlib.manifest import Begin, FileEntry, RankRecord
@@ -411,6 +413,46 @@ def fake_save(store: RecordingStorage, path: str, attempt: roots.AttemptRecord) 
     assert decision is not None
     assert decision.outcome == "commit"
     exports.conclude(store, path, begin)
+
+
+def test_w8_a_copy_that_is_being_made_is_not_aborted_by_an_attempt_that_begins_there(tmp_path: Path) -> None:
+    """One process copies the files of all ranks. It is not waited for longer than for saves."""
+    store, here, there = PosixStorage(), str(tmp_path / "here"), str(tmp_path / "there")
+    roots.open_root(store, here, "r")
+    fake_save(store, f"{here}/iter_0000100", roots.start_attempt(store, here, "r", None))
+    copying = Transfer.between(Place(store, f"{here}/iter_0000100"), store, there)
+    sending, goes_on = threading.Event(), threading.Event()
+
+    def told(nbytes: int) -> None:
+        sending.set()
+        goes_on.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(copying.apply, told=told)
+        try:
+            assert sending.wait(60)
+            for wait in (0.0, 0.3):
+                assert settling.settle(store, there, 2, wait=wait) == []
+            while beats.read_beats(store, copying.target.path, copying.manifest.begin)[0].counter == 0:
+                assert not copied.done()
+                time.sleep(0.05)
+            assert states(tmp_path / "there") == {"iter_0000100": ["undecided"]}
+        finally:
+            goes_on.set()
+        assert copied.result(60).decision.outcome == "commit"
+
+
+def test_only_receipts_of_what_is_sent_are_read() -> None:
+    """One request each, and every rank of an upload would ask for those of all."""
+    run = recorded_run()
+    copying = Transfer.between(Place(run, "/run/iter_0000100"), run, "/there")
+    copying.open(copying.plan())
+    first, second = copying.manifest.files_of("data")
+    copying.send((first, second), [])
+    run.steps.clear()
+    copying.send((second,), [])
+    read = [step.path for step in run.steps if step.kind == "get" and "/sent_" in step.path]
+    assert len(read) == 1
 
 
 class Dying:
