@@ -685,8 +685,8 @@ def test_every_rank_sends_what_it_has_written(tiers: Tiers) -> None:
     assert torch.equal(whole, torch.arange(2.0).repeat_interleave(500))
 
 
-def _sharded(rank: int) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((500,), float(rank)), (0, rank, 2))}
+def _sharded(rank: int, size: int = 500) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((size,), float(rank)), (0, rank, 2))}
 
 
 def _save_together(rank: int, tiers: Tiers) -> int:
@@ -712,7 +712,7 @@ def test_rank_0_sends_what_a_dead_rank_did_not(tiers: Tiers) -> None:
 
 def _one_dies(rank: int, tiers: Tiers) -> None:
     checkpointer = tiers.open(limit=None if rank == 0 else 100.0)
-    checkpointer.save(_sharded(rank), iteration=4)
+    checkpointer.save(_sharded(rank, 8 * 2**20), iteration=4)  # several blocks: a limit does not hold back the first
     if rank == 1:
         beat = tiers.durable / "iter_0000004" / ".ckpt"
         wait_until(lambda: bool(list(beat.glob("*/beat_1.json"))))
