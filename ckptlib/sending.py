@@ -61,15 +61,18 @@ class Pace:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def spend(self, nbytes: int) -> None:
-        """Waits until so many bytes may be moved."""
+    def spend(self, nbytes: int, stopped: threading.Event | None = None) -> None:
+        """Waits until so many bytes may be moved, or nobody wants them moved any more."""
         if self._limit is None:
             return
         with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + nbytes / self._limit
-        self._sleep(max(0.0, start - now))
+        if stopped is None:
+            self._sleep(max(0.0, start - now))
+        else:
+            stopped.wait(max(0.0, start - now))
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,9 @@ class Sender:
             found = "missing" if size is None else f"{size} bytes"
             raise IntegrityError(f"{self.source.url(entry.path)}: {found}, the manifest says {entry.size} bytes")
         for _, block in ours.blocks(name, entry.size):
+            self.pace.spend(len(block), failed)
             if failed.is_set():
                 raise _StoppedError
-            self.pace.spend(len(block))
             stream.write(bytes(block))  # the next one is read into its memory, and the stream may keep this one
             if digest is not None:
                 digest.update(block)

@@ -48,6 +48,7 @@ from ckptlib.errors import (
 )
 from ckptlib.events import AttemptEvent, CommitEvent, Notice, ResumeChoice
 from ckptlib.manifest import Begin
+from ckptlib.sending import Pace
 from ckptlib.sharding import ShardedTensor
 from ckptlib.transfer import Transfer
 from ckptlib.uploading import LeaderWatch, UploadJob, UploadRun
@@ -274,6 +275,13 @@ def test_what_fails_when_the_job_has_ended_is_given_up_when_the_time_for_all_is_
     run = UploadRun(job)
     assert run.attempt().again_in == 1.0
     assert run.attempt(until=time.monotonic()).is_last
+
+
+def test_a_limit_holds_nobody_who_has_been_stopped() -> None:
+    pace, stopped = Pace(1e-3), threading.Event()
+    pace.spend(1, stopped)
+    stopped.set()
+    pace.spend(1, stopped)  # its turn would come after 1000 s
 
 
 def test_a_worker_with_nothing_but_uploads_lets_go_of_the_trainers_errors_and_heeds_sigterm(tiers: Tiers) -> None:
