@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ckptlib import storage as st
 from ckptlib.combinations import FORMAT_OF, WRITERS, check
 from ckptlib.coordination import new_group
-from ckptlib.errors import ExclusiveCreateError, StateError, UnsupportedError
+from ckptlib.errors import StateError, UnsupportedError
 from ckptlib.layouts.contents import check_topology, content_of, writes
 from ckptlib.manifest import Begin, Format, IoMode, Kind, SemanticType
 from ckptlib.progress import numbers_of
@@ -74,11 +74,7 @@ def save(
     if run is not None and not isinstance(run, str):
         raise StateError(f"run {run!r}: expected a string")
     storage, path = st.resolve(url, storage_options, single_writer=single_writer)
-    if not (storage.capabilities.exclusive_create or single_writer):
-        raise ExclusiveCreateError(
-            f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
-            "Pass single_writer=True if you are sure that only this job writes here."
-        )
+    st.require_exclusive(storage, url, single_writer=single_writer)
 
     group = new_group(timeout=timeout, name="bare")
     if topology is not None and topology.world_size != group.world_size and format_ == "torch":

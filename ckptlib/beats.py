@@ -201,7 +201,7 @@ def read_beats(storage: st.Storage, path: str, begin: Begin, ranks: Iterable[int
         if commit.beat_name(rank) not in present:
             continue
         where = st.join(directory, commit.beat_name(rank))
-        data = commit.get_or_none(storage, where)
+        data = st.get_or_none(storage, where)
         try:
             beat = None if data is None else Beat.decode(data, storage.url(where))
         except CkptError as error:

@@ -23,7 +23,6 @@ from ckptlib.errors import (
     BackgroundSaveError,
     CheckpointExistsError,
     CoordinationError,
-    ExclusiveCreateError,
     NoResumePointError,
     RankTimeoutError,
     SaveLimitError,
@@ -178,11 +177,7 @@ class Checkpointer:
         self._plans = PlanCache()
         self._local_plans = PlanCache()
         self._closed = False
-        if not (self._storage.capabilities.exclusive_create or single_writer):
-            raise ExclusiveCreateError(
-                f"{root}: {self._storage.capabilities.name} cannot create a file exclusively, so two attempts could "
-                "both commit. Pass single_writer=True if you are sure that only this job writes here."
-            )
+        st.require_exclusive(self._storage, root, single_writer=single_writer)
         self._group.next_round()
         events: list[CommitEvent] = []
         left: list[str] = []

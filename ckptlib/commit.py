@@ -139,7 +139,7 @@ def read_save(storage: st.Storage, path: str, save_id: str, *, tombstoned: bool 
     begin, decision, damage = None, None, None
     try:
         where = st.join(save_dir(path, save_id), BEGIN)
-        begin_bytes = get_or_none(storage, where)
+        begin_bytes = st.get_or_none(storage, where)
         begin = None if begin_bytes is None else Begin.decode(begin_bytes, storage.url(where))
         decision = read_decision(storage, path, save_id)
     except IntegrityError as error:
@@ -166,7 +166,7 @@ def read_decision(storage: st.Storage, path: str, save_id: str) -> Decision | No
         RecordError: it is damaged, or speaks of another save.
     """
     where = st.join(save_dir(path, save_id), DECISION)
-    data = get_or_none(storage, where)
+    data = st.get_or_none(storage, where)
     if data is None:
         return None
     decision = Decision.decode(data, storage.url(where))
@@ -292,7 +292,7 @@ def publish_failure(
 def failed_attempt(storage: st.Storage, path: str, save_id: str, rank: int) -> str | None:
     """The attempt of which a rank has failed at a copy of this save; None: none, or nobody can tell."""
     where = st.join(save_dir(path, save_id), failure_name(rank))
-    data = get_or_none(storage, where)
+    data = st.get_or_none(storage, where)
     try:
         attempt_id = None if data is None else records.decode("failure", data, storage.url(where)).get("attempt_id")
     except RecordError as error:
@@ -317,7 +317,7 @@ def progress(storage: st.Storage, path: str, begin: Begin) -> Progress:
     for rank in range(begin.world_size):
         if failure_name(rank) in present:
             where = st.join(directory, failure_name(rank))
-            data = get_or_none(storage, where)
+            data = st.get_or_none(storage, where)
             try:
                 failed[rank] = "" if data is None else str(records.decode("failure", data, where)["reason"])
             except (RecordError, KeyError) as error:
@@ -344,7 +344,7 @@ def read_records(storage: st.Storage, path: str, begin: Begin) -> Records:
     by_rank: dict[int, RankRecord] = {}
     for rank in range(begin.world_size):
         name = record_name(rank)
-        data = get_or_none(storage, st.join(directory, name)) if name in present else None
+        data = st.get_or_none(storage, st.join(directory, name)) if name in present else None
         if data is None:
             continue
         try:
@@ -415,7 +415,7 @@ def _copied_manifest(storage: st.Storage, path: str, begin: Begin) -> bytes | No
     Returns:
         None: there is none, or not every file that it names is there with its size, and its receipt.
     """
-    data = get_or_none(storage, st.join(save_dir(path, begin.save_id), MANIFEST))
+    data = st.get_or_none(storage, st.join(save_dir(path, begin.save_id), MANIFEST))
     if data is None:
         return None
     try:
@@ -547,18 +547,10 @@ def get_checked(storage: st.Storage, path: str, entry: FileEntry) -> bytes:
 
 def get_recorded(storage: st.Storage, where: str, size: int) -> bytes | None:
     """A small file that a record says is there; see `Storage.await_size`."""
-    data = get_or_none(storage, where)
+    data = st.get_or_none(storage, where)
     if (data is None or len(data) < size) and (storage.await_size(where, size) or 0) >= size:
-        return get_or_none(storage, where)
+        return st.get_or_none(storage, where)
     return data
-
-
-def get_or_none(storage: st.Storage, where: str) -> bytes | None:
-    """A small file, or None when it is absent."""
-    try:
-        return storage.get(where)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def manifest_url(storage: st.Storage, path: str, save_id: str) -> str:

@@ -34,7 +34,7 @@ class Export:
             if by_size:
                 return storage.stat(name) == storage.stat(source) is not None
             return storage.same_content(source, name)
-        return commit.get_or_none(storage, st.join(path, self.name)) == self.data
+        return st.get_or_none(storage, st.join(path, self.name)) == self.data
 
     def write(self, storage: st.Storage, path: str) -> None:
         """Puts it there, in the place of what was."""
@@ -213,7 +213,7 @@ def bury(storage: st.Storage, path: str, save_id: str) -> None:
         storage.put(tombstone, b"")
     directory = commit.save_dir(path, save_id)
     if save.decision is not None and save.decision.outcome == "commit":
-        data = commit.get_or_none(storage, st.join(directory, commit.MANIFEST))
+        data = st.get_or_none(storage, st.join(directory, commit.MANIFEST))
         if data is not None:
             manifest = Manifest.decode(data, commit.manifest_url(storage, path, save_id))
             data_names = (entry.path for entry in manifest.files_of("data"))

@@ -212,7 +212,7 @@ class Pieces:
     def _owner(self, directory: str) -> int:
         """The attempt that uses a rank's directory; 0: none that can be told."""
         where = st.join(directory, commit.CONTROL, OWNER)
-        data = commit.get_or_none(self.storage, where)
+        data = st.get_or_none(self.storage, where)
         try:
             return 0 if data is None else int(records.decode("owner", data, where)["attempt"])
         except (RecordError, KeyError):

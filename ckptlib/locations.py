@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptlib import commit, roots, settling
 from ckptlib import storage as st
-from ckptlib.errors import ExclusiveCreateError, IntegrityError, StorageUnavailableError, UnsupportedError
+from ckptlib.errors import IntegrityError, StorageUnavailableError, UnsupportedError
 from ckptlib.events import Notice, NoticeHandler, emit
 from ckptlib.manifest import Begin
 from ckptlib.topology import Topology
@@ -55,11 +55,7 @@ def durable_tier(options: UploadOptions) -> Tier:
         ExclusiveCreateError: W4.
     """
     storage, root = st.resolve(options.root, options.storage_options, single_writer=options.single_writer)
-    if not (storage.capabilities.exclusive_create or options.single_writer):
-        raise ExclusiveCreateError(
-            f"{options.root}: {storage.capabilities.name} cannot create a file exclusively, so two attempts could both "
-            "commit. Pass UploadOptions(single_writer=True) if you are sure that only this job writes there."
-        )
+    st.require_exclusive(storage, options.root, single_writer=options.single_writer)
     return Tier(storage, root, options.storage_options)
 
 

@@ -49,7 +49,7 @@ def read_receipts(
         if commit.receipt_name(number) not in present or (of is not None and entry.path not in of):
             continue
         where = st.join(directory, commit.receipt_name(number))
-        data = commit.get_or_none(storage, where)
+        data = st.get_or_none(storage, where)
         try:
             value = None if data is None else records.decode("sent", data, storage.url(where))
             if value is not None and value["save_id"] == save_id:

@@ -76,7 +76,7 @@ def _remove_exports(storage: st.Storage, path: str, save_id: str) -> None:
     damaged, nobody but this save can have written it.
     """
     where = st.join(path, exported.CHECKPOINT)
-    data = commit.get_or_none(storage, where)
+    data = st.get_or_none(storage, where)
     manifest = _manifest(storage, path, save_id)
     try:
         of = None if data is None else Manifest.decode(data, storage.url(where))
@@ -95,7 +95,7 @@ def _remove_exports(storage: st.Storage, path: str, save_id: str) -> None:
 
 def _manifest(storage: st.Storage, path: str, save_id: str) -> Manifest | None:
     where = st.join(commit.save_dir(path, save_id), commit.MANIFEST)
-    data = commit.get_or_none(storage, where)
+    data = st.get_or_none(storage, where)
     return None if data is None else Manifest.decode(data, storage.url(where))
 
 

@@ -444,7 +444,7 @@ def put_tracker(storage: st.Storage, root: str, iteration: int | None, kind: Kin
     if iteration is None:
         storage.remove([where])
         return
-    found = commit.get_or_none(storage, where)
+    found = st.get_or_none(storage, where)
     if found is None or found.strip() != str(iteration).encode():
         storage.swap(where, found, str(iteration).encode())
 

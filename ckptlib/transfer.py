@@ -27,7 +27,6 @@ from ckptlib import storage as st
 from ckptlib.errors import (
     CkptError,
     CopyRefusedError,
-    ExclusiveCreateError,
     IntegrityError,
     NotACheckpointError,
     UnsupportedError,
@@ -131,11 +130,7 @@ class Transfer:
         """Pins the save. Arguments and errors are those of `copy`."""
         from_storage, path = st.resolve(source, storage_options)
         to_storage, root = st.resolve(target, target_options, single_writer=single_writer)
-        if not (to_storage.capabilities.exclusive_create or single_writer):
-            raise ExclusiveCreateError(
-                f"{target}: {to_storage.capabilities.name} cannot create a file exclusively, so a copy and a trainer "
-                "could decide differently. Pass single_writer=True if you are sure that nobody else writes there."
-            )
+        st.require_exclusive(to_storage, target, single_writer=single_writer)
         return cls.between(Place(from_storage, path), to_storage, root, save_id)
 
     @classmethod
@@ -380,7 +375,7 @@ class Transfer:
 
 def _place(storage: st.Storage, where: str, data: bytes) -> None:
     """Whoever copies this save writes these bytes here and no others, so nobody's can be lost."""
-    if commit.get_or_none(storage, where) != data:
+    if st.get_or_none(storage, where) != data:
         storage.put(where, data)
 
 

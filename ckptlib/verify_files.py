@@ -118,7 +118,7 @@ def read_small(storage: st.Storage, path: str, name: str, *, recorded: bool = Tr
     """
     where = st.join(path, name)
     try:
-        data = commit.get_recorded(storage, where, 1) if recorded else commit.get_or_none(storage, where)
+        data = commit.get_recorded(storage, where, 1) if recorded else st.get_or_none(storage, where)
     except OSError as error:
         return FileCheck("unreadable", detail=describe(error))
     return FileCheck("missing", detail="the file is not there") if data is None else data

@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import fsspec
-import fsspec.config
-
 from ckptlib.errors import UnsupportedError
 from ckptlib.storage.base import (
     Buffer,
@@ -23,8 +20,10 @@ from ckptlib.storage.base import (
     basename,
     coalesce,
     count_requests,
+    get_or_none,
     join,
     parent,
+    require_exclusive,
 )
 from ckptlib.storage.fsspec_store import FsspecStorage
 from ckptlib.storage.local_paths import local_path
@@ -47,8 +46,10 @@ __all__ = [
     "basename",
     "coalesce",
     "count_requests",
+    "get_or_none",
     "join",
     "parent",
+    "require_exclusive",
     "resolve",
 ]
 
@@ -83,6 +84,8 @@ def resolve(
         path = "/".join(filter(None, rest.split("/")))
         if not path:
             raise ValueError(f"{url}: expected s3://bucket/prefix")
+        import fsspec.config
+
         configured = fsspec.config.conf.get("s3", {})
         return S3Storage(S3Options.parse(given, configured), single_writer=single_writer), path
     local = local_path(url)
@@ -93,6 +96,8 @@ def resolve(
                     f"storage_options has {name!r}: for a path it goes below 'posix': {{'posix': {{{name!r}: ...}}}}"
                 )
         return PosixStorage(PosixOptions.of(posix)), local
+    import fsspec
+
     options = given if url.startswith("memory://") else {"use_listings_cache": False, **given}
     fs, path = fsspec.core.url_to_fs(url, **options)
     return FsspecStorage(fs, single_writer=single_writer), path.rstrip("/")

@@ -20,6 +20,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckptlib.errors import ExclusiveCreateError
+
 Buffer = bytes | bytearray | memoryview
 Range = tuple[int, memoryview]
 """Offset in a file, and the buffer that the bytes from there fill."""
@@ -225,6 +227,27 @@ class Storage(Protocol):
 
     def url(self, path: str) -> str:
         """The path as a URL that `ckptlib.storage.resolve` takes back."""
+
+
+def require_exclusive(storage: Storage, url: str, *, single_writer: bool) -> None:
+    """A place that two could commit to is refused, unless the caller vouches for being alone (W4).
+
+    Raises:
+        ExclusiveCreateError: it is one.
+    """
+    if not (storage.capabilities.exclusive_create or single_writer):
+        raise ExclusiveCreateError(
+            f"{url}: {storage.capabilities.name} cannot create a file exclusively, so two writers could both commit. "
+            "Pass single_writer=True if you are sure that nobody else writes here."
+        )
+
+
+def get_or_none(storage: Storage, path: str) -> bytes | None:
+    """A small file, or None when it is absent."""
+    try:
+        return storage.get(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 class Defaults:

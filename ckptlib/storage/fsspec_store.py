@@ -84,11 +84,7 @@ class FsspecStorage(base.Defaults):
     def swap(self, path: str, old: bytes | None, new: bytes) -> bool:
         """One step within this process; across processes only as good as `single_writer`."""
         with _create_lock:
-            try:
-                found: bytes | None = self.get(path)
-            except FileNotFoundError:
-                found = None
-            if found != old:
+            if base.get_or_none(self, path) != old:
                 return False
             self.put(path, new)
             return True

@@ -93,11 +93,7 @@ class PosixStorage(base.Defaults):
         directory = base.parent(path)
         make_directory(directory)
         with _locked(directory):
-            try:
-                found: bytes | None = self.get(path)
-            except FileNotFoundError:
-                found = None
-            if found != old:
+            if base.get_or_none(self, path) != old:
                 return False
             self.put(path, new)
             return True
